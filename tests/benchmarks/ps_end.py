@@ -1,7 +1,7 @@
 """One end of a transport: `ps_end.py serve TRANSPORT PORT DIM ROWS`, or `ask` with a worker's number after it.
 
-Who serves says "ready" and goes on until its input ends. Who asks reads lines of JSON, `[what, rows, times,
-unmeasured]`, and answers each with the monotonic times of its requests, `[[began, seconds], ...]`.
+A server prints "ready" and runs until its input ends. A client reads lines of JSON, `[what, rows, times, unmeasured]`,
+and answers each with the monotonic times of its requests, `[[began, seconds], ...]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DIFFERENT = 16
 
 
 def main() -> None:
-    """Be one."""
+    """Run as a server or a client."""
     torch.set_num_threads(1)
     part, transport, *numbers = sys.argv[1:]
     port, dim, rows, *worker = map(int, numbers)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 class Asking:
-    """Makes requests of different ids."""
+    """Sends requests with different ids."""
 
     def __init__(self, peer: Peer, dim: int, rows: int, worker: int) -> None:
         self._peer = peer
@@ -45,7 +45,7 @@ class Asking:
         self._batches: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def times(self, what: str, rows: int, times: int, unmeasured: int) -> list[tuple[float, float]]:
-        """When each began, and its seconds."""
+        """Return the start and the duration of each request, in seconds."""
         if rows not in self._batches:
             self._batches[rows] = [self._batch(rows) for _ in range(_DIFFERENT)]
         found = []
@@ -65,7 +65,7 @@ class Asking:
 
 
 def tell(line: str) -> None:
-    """To who started this process."""
+    """Write a line to the parent process."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

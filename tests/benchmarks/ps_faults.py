@@ -1,7 +1,7 @@
-"""What a killed server or worker costs a parameter-server job: whole jobs by the real agent, killed over and over.
+"""Measure what a killed server or worker costs a parameter-server job, in whole jobs with the real agent.
 
-A server's loss is measured until each worker has finished its next step; a worker's by the steps of the others in the
-seconds before and after.
+The cost of a lost server is the time until each worker has finished its next step. The cost of a lost worker is
+measured by the steps of the others in the seconds before and after.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ Losses = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done."""
+    """The extent of the measurements."""
 
     kills: int
-    """Of each kind."""
+    """Number of kills of each kind."""
     calm_s: float
-    """Steps of so many seconds come before each kill, by which what a server has is on disk: see `ps_job.py`."""
+    """Seconds of training before each kill, in which the server's rows get on disk: see `ps_job.py`."""
     around_s: float
-    """How long the other workers' steps are watched before a worker is killed, and after that."""
+    """Seconds before and after the kill of a worker in which the steps of the other workers are measured."""
     spare: int
-    """Servers and workers beyond the least number with which a kind of kill makes sense."""
+    """Servers and workers in addition to the minimum for a kind of kill."""
 
 
 def measure(directory: Path, names: Sequence[str], size: Size) -> dict[str, Losses]:
-    """What is named of `KILLS`, one job after the other."""
+    """Measure the named kinds of `KILLS`, one job after the other."""
     with EmbeddedEtcd(port=0) as etcd:
         return {name: KILLS[name](directory / name, etcd.endpoint, size) for name in names}
 
 
 class Job(Marked):
-    """One job. Leaving the context ends it."""
+    """A job. Leaving the context ends it."""
 
     def __init__(
         self, directory: Path, etcd: str, size: Size, *, servers: int, workers: int, replicas: int = 0
@@ -73,14 +73,14 @@ class Job(Marked):
         self._argv = [*start, *roles, *places, str(_JOB), str(directory)]
 
     def __enter__(self) -> Self:
-        """It trains."""
+        """The job trains."""
         super().__enter__()
         self._agent = psutil.Process(self.start("agent", self._argv).process.pid)
         self._settle(0)
         return self
 
     def lose_server(self, index: int) -> dict[str, float]:
-        """Kill it; return what that cost."""
+        """Kill a server; return the costs."""
         newest, before = max(self._maps().values(), default=(0, True))[0], len(self._lines(f"server-{index}"))
         killed_at = self._kill(f"server-{index}")
         first = [self._first_step(worker, killed_at) for worker in range(self._workers)]
@@ -95,7 +95,7 @@ class Job(Marked):
         }
 
     def lose_worker(self, index: int) -> dict[str, float]:
-        """Kill it; return what that cost the others."""
+        """Kill a worker; return the costs for the others."""
         around_s = self._size.around_s
         self._wait_for_seconds(around_s)
         killed_at = self._kill(f"worker-{index}")
@@ -124,20 +124,20 @@ class Job(Marked):
         return at
 
     def _settle(self, after_map: int) -> None:
-        """Wait until all have warm standbys, and have trained for a while, and shards have copies by a newer map."""
+        """Wait for replicas in a newer map, for warm standbys of all processes, and for a while of training."""
         if self._replicas:
             self._wait(lambda: self._is_whole(after_map), f"copies after map {after_map}")
         self._wait(self._is_warm, "warm standbys")
         self._wait_for_seconds(self._size.calm_s)
 
     def _wait_for_seconds(self, seconds: float) -> None:
-        """Of steps of all workers."""
+        """Wait until all workers have made a step after so many seconds."""
         until = time.monotonic() + seconds
         for worker in range(self._workers):
             self._first_step(worker, until)
 
     def _is_warm(self) -> bool:
-        """Whether each process has a standby, and none of these does anything any more: nobody tells more of them."""
+        """Return whether each process has a standby and all standbys have become idle."""
         with suppress(psutil.Error, OSError):
             below = self._agent.children(recursive=True)
             standbys = [each for each in below if Path(f"/proc/{each.pid}/oom_score_adj").read_text() == "1000\n"]
@@ -152,7 +152,7 @@ class Job(Marked):
         return len(maps) == self._servers and all(has_copy for _, has_copy in maps) and max(maps)[0] > after_map
 
     def _maps(self) -> dict[int, tuple[int, bool]]:
-        """Of each shard the newest map that changed its place, and whether it has a copy by that."""
+        """Return for each shard the newest map that changed its place, and whether the shard has a replica in it."""
         said = "".join(path.read_text() for path in self.directory.glob("log/*/*/serverlog.*"))
         lines = re.findall(r"has shard (\d+), and it is (on|nowhere).* \(map (\d+)\)", said)
         return {
@@ -165,7 +165,7 @@ class Job(Marked):
         content = path.read_bytes() if path.exists() else b""
         return [json.loads(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
-    def _wait(self, condition: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - what it returned
+    def _wait(self, condition: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - the condition's result
         give_up_at = time.monotonic() + _WITHIN_S
         while not (found := condition()):
             if time.monotonic() > give_up_at:
@@ -206,7 +206,7 @@ _WHAT = (
 
 
 def rows(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[tuple[str, ...]]:
-    """The cells under `HEADINGS`."""
+    """Return the cells of the table with `HEADINGS`."""
     return [_row(title, found[kind], name) for kind, name, title in _WHAT if kind in found]
 
 
@@ -216,7 +216,7 @@ def _row(title: str, losses: Sequence[Mapping[str, float]], name: str) -> tuple[
 
 
 def worker_rows(losses: Sequence[Mapping[str, float]]) -> list[tuple[str, ...]]:
-    """The cells under `WORKER_HEADINGS`."""
+    """Return the cells of the table with `WORKER_HEADINGS`."""
     ratios = [loss["after_s"] / loss["before_s"] for loss in losses]
     times = [statistics.median(loss[name] for loss in losses) * 1e3 for name in ("before_s", "after_s")]
     figures = (f"{times[0]:.1f}", f"{times[1]:.1f}", f"{statistics.median(ratios):.2f}", f"{max(ratios):.2f}")

@@ -1,7 +1,7 @@
-"""A parameter-server job: a small model with an embedding, trained by chance data. It is ended from outside.
+"""A parameter-server job: a small model with an embedding, trained with random data. It runs until it is stopped.
 
-`ps_job.py DIRECTORY`. Each process appends lines of JSON to a file of its own there, as `worker-0` or `server-1`, whose
-times are monotonic: a worker one for each finished step, a server one when it is ready.
+`ps_job.py DIRECTORY`. Each process appends lines of JSON with monotonic times to a file of its own there, as `worker-0`
+or `server-1`: a worker one for each finished step, a server one when it is ready.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 BEGAN = time.monotonic()
-"""Before all that takes time to import."""
+"""Time before the slow imports."""
 
 import json  # noqa: E402
 import os  # noqa: E402
@@ -22,7 +22,7 @@ from torch import nn  # noqa: E402
 from trainer_runtime import ps  # noqa: E402
 
 STEP_TIME_S = 0.02
-"""What a step takes beside its own arithmetic, as of the other jobs here."""
+"""Duration of a step in addition to its own arithmetic, as in the other benchmark jobs."""
 _IDS = 10_000
 _BATCH = (64, 8)
 _KEEP_EVERY_S = 0.5
@@ -42,13 +42,13 @@ class Net(nn.Module):
 
 
 def note(directory: str, name: str, **said: float) -> None:
-    """A line is one write."""
+    """Append a line with a single write."""
     with (Path(directory) / name).open("ab", buffering=0) as file:
         file.write(json.dumps({"pid": os.getpid(), **said}).encode() + b"\n")
 
 
 def main() -> None:
-    """Be a server or a worker."""
+    """Run as a server or a worker."""
     directory = sys.argv[1]
     imported = time.monotonic()
     torch.set_num_threads(1)

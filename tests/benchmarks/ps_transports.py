@@ -1,6 +1,6 @@
-"""The ways of asking another process for rows that are compared: ours, torch's RPC, gRPC.
+"""The compared transports for requests of rows: the project's own, torch's RPC and gRPC.
 
-Whichever it is, a `Table` of ours does the work on the other side, by one thread, for one request at a time.
+With each of them, one thread of the server executes the requests on a `Table`, one at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.rules import SGD
 from trainer_runtime.ps.server import ParameterServer
 from trainer_runtime.ps.shard_connection import ShardCaller
-from trainer_runtime.ps.shard_host import Settings, ShardHost
+from trainer_runtime.ps.shard_host import ShardHost, ShardHostSettings
 from trainer_runtime.ps.table import Table, TableSpec
 from trainer_runtime.ps.worker_progress import ASYNC
 from trainer_runtime.shard_map import ShardPlace, ShardServer
@@ -35,31 +35,31 @@ _SECRET = b"bench"
 
 
 def spec_of(dim: int) -> TableSpec:
-    """The table of all of them."""
+    """Return the table that all transports serve."""
     return TableSpec("rows", dim, SGD(0.01))
 
 
 def fill(table: Table, rows: int) -> None:
-    """Let ids from 0 on have rows."""
+    """Create the rows of ids from 0 on."""
     for begin in range(0, rows, _CHUNK):
         ids = torch.arange(begin, min(begin + _CHUNK, rows))
         table.apply(ids, torch.randn(len(ids), table.spec.dim), 0)
 
 
 class Peer(ABC):
-    """A worker's end."""
+    """A worker's end of a transport."""
 
     @abstractmethod
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of ids."""
+        """Return the rows of ids."""
 
     @abstractmethod
     def push(self, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Return when it is done there."""
+        """Push gradients, and return when they are applied."""
 
 
 class OurPeer(Peer):
-    """By our client."""
+    """The project's own client."""
 
     def __init__(self, port: int, dim: int, worker: int) -> None:
         self._client = Client([(HOST, port)], ShardCaller(worker, time.time_ns(), _SECRET), _TIMEOUT_S)
@@ -74,31 +74,31 @@ class OurPeer(Peer):
 
 
 def serve_ours(port: int, dim: int, rows: int) -> object:
-    """Return what is to be held."""
+    """Return the object that must stay referenced."""
     me = ShardServer(0, 1)
-    settings = Settings(me, ((HOST, port),), _SECRET, ASYNC, lambda *_: None, lambda *_: None)
-    hosted = ShardHost(0, settings)
-    hosted.take_place(1, ShardPlace(1, me))
-    fill(hosted.shard.tables[hosted.shard.declare(spec_of(dim))], rows)
-    return ParameterServer([hosted], socket.create_server((HOST, port)), _SECRET, None)
+    settings = ShardHostSettings(me, ((HOST, port),), _SECRET, ASYNC, lambda *_: None, lambda *_: None)
+    shard_host = ShardHost(0, settings)
+    shard_host.apply_place(1, ShardPlace(1, me))
+    fill(shard_host.shard.tables[shard_host.shard.declare(spec_of(dim))], rows)
+    return ParameterServer([shard_host], socket.create_server((HOST, port)), _SECRET, None)
 
 
 _table: Table
-"""Of the process that serves torch's RPC, whose functions have no other way to it."""
+"""The table of the process that serves torch's RPC, whose functions cannot reach it otherwise."""
 
 
 def pull_here(ids: torch.Tensor) -> torch.Tensor:
-    """What the other process asks for."""
+    """Pull; torch's RPC runs it on the server."""
     return _table.pull(ids)
 
 
 def push_here(ids: torch.Tensor, values: torch.Tensor) -> None:
-    """What the other process asks for."""
+    """Push; torch's RPC runs it on the server."""
     _table.apply(ids, values, int(time.time()))
 
 
 class TorchPeer(Peer):
-    """By torch's RPC."""
+    """torch's RPC."""
 
     def __init__(self, port: int, _dim: int, worker: int, transports: list[str] | None) -> None:
         _join_torch(port, worker + 1, transports)
@@ -112,7 +112,7 @@ class TorchPeer(Peer):
 
 
 def serve_torch(port: int, dim: int, rows: int, transports: list[str] | None) -> object:
-    """Return what is to be held."""
+    """Return the object that must stay referenced."""
     global _table  # noqa: PLW0603 - see there
     _table = Table(spec_of(dim))
     fill(_table, rows)
@@ -136,7 +136,7 @@ _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_len
 
 
 class GrpcPeer(Peer):
-    """By gRPC's generic calls, whose messages are raw bytes."""
+    """gRPC's generic calls, whose messages are raw bytes."""
 
     def __init__(self, port: int, dim: int, _worker: int) -> None:
         self._dim = dim
@@ -154,7 +154,7 @@ class GrpcPeer(Peer):
 
 
 def serve_grpc(port: int, dim: int, rows: int) -> object:
-    """Return what is to be held."""
+    """Return the object that must stay referenced."""
     table = Table(spec_of(dim))
     fill(table, rows)
 
@@ -178,7 +178,7 @@ def serve_grpc(port: int, dim: int, rows: int) -> object:
 
 _TCP = ["uv"]
 _FIRST: list[str] | None = None
-"""What torch prefers: between processes of one machine, their shared memory."""
+"""torch's default: shared memory between processes of one machine."""
 
 SERVE: dict[str, Callable[[int, int, int], object]] = {
     "ours": serve_ours,
@@ -192,5 +192,5 @@ PEERS: dict[str, Callable[[int, int, int], Peer]] = {
     "torch-rpc-shm": lambda port, dim, worker: TorchPeer(port, dim, worker, _FIRST),
     "grpc": GrpcPeer,
 }
-# gRPC's messages are read only, and torch says so of each.
+# gRPC's messages are read-only, and torch warns about each of them.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")

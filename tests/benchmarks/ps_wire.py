@@ -1,8 +1,7 @@
-"""How long a pull and a push take, beside the same by torch's RPC and by gRPC; and rows a second of a server.
+"""Measure the time of a pull and a push, compared with torch's RPC and gRPC, and the rows per second of a server.
 
-Each transport has two processes of its own, which are stopped while it is not their turn: some wait for what comes
-by looking for it all the time. In each turn each is given a few requests, one at a time, so that what else the machine
-does falls on all of them.
+Each transport has two processes of its own, which are stopped while it is not their turn, because some poll busily. In
+each turn each transport gets a few requests, one at a time, so that other load of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _ROWS = 100_000
 _ROWS_AT_ONCE = 10
 _WARM = 30
 _UNMEASURED = 2
-"""Of a turn: the first ones find the caches as another has left them."""
+"""Requests of a turn that are not measured, since they find the caches of another transport."""
 _BATCH = 4096
 _QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""torch's RPC warns of itself, and of each end that goes."""
+"""Suppresses warnings of torch's RPC about itself and about each process that exits."""
 _TITLES = {
     "ours": "elastic-agent",
     "torch-rpc": "torch RPC",
@@ -47,7 +46,7 @@ RATE_HEADINGS = ("what", "dim", "workers", "n", "rows a second", "median ms", "p
 
 
 class Pair:
-    """A server of one transport and workers. Leaving the context ends them."""
+    """A server of one transport and its workers. Leaving the context ends them."""
 
     def __init__(self, transport: str, dim: int, rows: int, workers: int = 1) -> None:
         self._stack = ExitStack()
@@ -61,7 +60,7 @@ class Pair:
             self._stack = self._stack.pop_all()
 
     def __enter__(self) -> Self:
-        """All are there."""
+        """All processes are ready."""
         return self
 
     def __exit__(
@@ -81,7 +80,7 @@ class Pair:
         return end
 
     def ask(self, what: str, rows: int, times: int, unmeasured: int = _UNMEASURED) -> list[list[tuple[float, float]]]:
-        """Let all workers make so many requests at once; return when each began and its seconds, of each worker."""
+        """Let all workers send so many requests at once; return start and duration of each request, by worker."""
         self._signal(signal.SIGCONT)
         for end in self._asking:
             assert end.stdin is not None
@@ -105,7 +104,7 @@ def _line(end: subprocess.Popen[str]) -> str:
 
 
 def measure_wire(sizes_kb: Sequence[int], runs: int, transports: Sequence[str] = TRANSPORTS) -> list[dict[str, Any]]:
-    """Of each request its seconds."""
+    """Return the duration of each request, in seconds."""
     found = []
     with ExitStack() as stack:
         pairs = {name: stack.enter_context(Pair(name, _DIM, _ROWS)) for name in transports}
@@ -126,7 +125,7 @@ def measure_wire(sizes_kb: Sequence[int], runs: int, transports: Sequence[str] =
 
 
 def measure_rates(runs: int, ids: int, dims: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows a second of one server with so many ids, by the length of a row, and with one worker or two."""
+    """Return the rows per second of one server with so many ids, by row length, with one worker and with two."""
     found = []
     for dim, workers in itertools.product(dims, (1, 2)):
         with Pair("ours", dim, ids, workers) as pair:
@@ -137,22 +136,22 @@ def measure_rates(runs: int, ids: int, dims: Sequence[int]) -> list[dict[str, An
 
 
 def _rate(asked: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Of the time in which all workers ask."""
+    """Return the rate during the time in which all workers send requests."""
     begin = max(one[0][0] for one in asked)
     end = min(sum(one[-1]) for one in asked)
     seconds = [took_s for one in asked for began, took_s in one if begin <= began and began + took_s <= end]
     if not seconds:
-        raise RuntimeError("no worker asked while all of them did; give more --runs")
+        raise RuntimeError("there is no time in which all workers sent requests: give more --runs")
     return {"rows_per_s": len(seconds) * _BATCH / (end - begin), "seconds": seconds}
 
 
 def percentile(values: Sequence[float], share: int) -> float:
-    """What so many of 100 are not above."""
+    """Return the smallest value that so many percent of the values do not exceed."""
     return sorted(values)[max(0, -(-share * len(values) // 100) - 1)]
 
 
 def rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The cells under `HEADINGS`."""
+    """Return the cells of the table with `HEADINGS`."""
     ours = {(each["what"], each["kb"]): each["seconds"] for each in found if each["by"] == "ours"}
     return [_row(each, ours[each["what"], each["kb"]]) for each in found]
 
@@ -172,7 +171,7 @@ def _row(each: Mapping[str, Any], ours: Sequence[float]) -> tuple[str, ...]:
 
 
 def rate_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The cells under `RATE_HEADINGS`."""
+    """Return the cells of the table with `RATE_HEADINGS`."""
     return [
         (
             each["what"],

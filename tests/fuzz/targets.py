@@ -41,12 +41,12 @@ from agent.web.app import Site
 from agent.web.hub import KnownJobState
 from agent.web.metrics import Metrics
 from agent.web.server import Bounded
-from trainer_runtime.ps import frames as ps_wire
-from trainer_runtime.ps import worker_session as ps_guest
-from trainer_runtime.ps.replica_receiver import keep_copy
+from trainer_runtime.ps import frames as ps_frames
+from trainer_runtime.ps import worker_session as ps_session
+from trainer_runtime.ps.replica_receiver import receive_replica
 from trainer_runtime.ps.rules import Sum
 from trainer_runtime.ps.shard import Author
-from trainer_runtime.ps.shard_host import Settings, ShardHost
+from trainer_runtime.ps.shard_host import ShardHost, ShardHostSettings
 from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.ps.worker_progress import ASYNC
 from trainer_runtime.shard_map import ShardPlace, ShardServer
@@ -275,33 +275,35 @@ def framed(data: bytes) -> bytes:
     while at + _FRAME.size <= len(data):
         kind, table, step, length = _FRAME.unpack_from(data, at)
         at += _FRAME.size
-        head = struct.pack("<HBBIIQQ", ps_wire.MAGIC, kind, 0, 0, table, step, length)
+        head = struct.pack("<HBBIIQQ", ps_frames.MAGIC, kind, 0, 0, table, step, length)
         said += head + zlib.crc32(head).to_bytes(4, "little") + data[at : at + length]
         at += length
     return said
 
 
 def ps(data: bytes) -> None:
-    """What a parameter server is told: by a stranger (S, R), a worker (W), or the primary whose copy it has (P)."""
+    """Input of a parameter server: from a stranger (S, R), a worker (W), or the primary whose replica it has (P)."""
     kind, rest = data[:1], data[1:]
     nowhere: Any = _Said(framed(rest) if kind in b"WP" else rest)
-    connection = ps_wire.FrameConnection(nowhere)
-    settings = Settings(ShardServer(0, 1), (), b"", ASYNC, lambda *_: None, lambda *_: None)
-    hosted = ShardHost(0, settings)
-    with contextlib.suppress(ps_wire.BrokenError), patch.object(ps_guest, "save"):
+    connection = ps_frames.FrameConnection(nowhere)
+    settings = ShardHostSettings(ShardServer(0, 1), (), b"", ASYNC, lambda *_: None, lambda *_: None)
+    shard_host = ShardHost(0, settings)
+    with contextlib.suppress(ps_frames.BrokenError), patch.object(ps_session, "save"):
         match kind:
             case b"W":
-                hosted.take_place(1, ShardPlace(1, ShardServer(0, 1)))
-                hosted.shard.declare(TableSpec("known", 2, Sum()))
-                ps_guest.WorkerSession(hosted, connection, Author(0, 1), lambda _worker: None, rests=False).serve()
+                shard_host.apply_place(1, ShardPlace(1, ShardServer(0, 1)))
+                shard_host.shard.declare(TableSpec("known", 2, Sum()))
+                ps_session.WorkerSession(
+                    shard_host, connection, Author(0, 1), lambda _worker: None, rests=False
+                ).serve()
             case b"P":
-                hosted.shard.declare(TableSpec("known", 2, Sum()))
-                keep_copy(hosted, connection, 1, 1)
+                shard_host.shard.declare(TableSpec("known", 2, Sum()))
+                receive_replica(shard_host, connection, 1, 1)
             case b"R":
                 while True:
                     connection.receive_header()
             case _:
-                ps_wire.admit(connection, SECRET.encode())
+                ps_frames.server_handshake(connection, SECRET.encode())
                 raise AssertionError("a stranger was let in")
 
 

@@ -1,7 +1,7 @@
-"""Steps common to all workers, on a model with bags of embeddings and parameters of its own: what comes of it.
+"""A script with common steps, on a model with embedding bags and dense parameters.
 
-`ps_bags.py DIRECTORY`: worker 0 leaves there what the servers have at the end. `trained()` is the same by one process,
-with `torch.nn.EmbeddingBag` and an optimizer of torch's.
+`ps_bags.py DIRECTORY`: worker 0 writes the final rows and parameters there. `trained()` computes the same in one
+process, with `torch.nn.EmbeddingBag` and a torch optimizer.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Make = Callable[[], nn.Module]
 
 
 def net(bags: nn.Module) -> nn.Sequential:
-    """Bags, and what is made of them."""
+    """Return the model: bags and a head."""
     torch.manual_seed(1)
     return nn.Sequential(bags, nn.Linear(DIM, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bags of five ids, and what is to come of each."""
+    """Return bags of five ids, and their targets."""
     chance = torch.Generator().manual_seed(step)
     ids = torch.randint(0, IDS, (BATCH, 5), generator=chance)
     return ids, torch.sin(ids.sum(1, keepdim=True).float())
 
 
 def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """As both use it, with a learning rate that changes."""
+    """Return the optimizer of both variants, with a learning rate that changes."""
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def trained(rows: torch.Tensor) -> list[torch.Tensor]:
-    """The rows and parameters that one process ends with. `rows`: what they begin with."""
+    """Return the rows and parameters after training in one process. `rows`: initial rows."""
     bags = nn.EmbeddingBag(IDS, DIM, mode="sum")
     model = net(bags)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def trained(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """Be a server or a worker."""
+    """Run as a server or a worker."""
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
     ps.init(ps.SYNC)
@@ -75,7 +75,7 @@ def main() -> None:
     for step in range(STEPS):
         ids, wanted = batch(step)
         loss = functional.mse_loss(model(ids[me::workers]), wanted[me::workers])
-        optimizer.zero_grad()  # between the passes: what was looked up for the first must still count
+        optimizer.zero_grad()  # between forward and backward: the lookup must still get its gradient
         loss.backward()
         optimizer.step()
         schedule.step()

@@ -1,4 +1,4 @@
-"""Servers of one job within this process, over real sockets, and who says which shard is where."""
+"""Servers of one job within this process, over real sockets, with the map that says which server has which shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent.roles.shards import ReplicaReport, apply_report, first_map, next_map
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.server import ParameterServer
 from trainer_runtime.ps.shard_connection import Endpoint, ShardCaller
-from trainer_runtime.ps.shard_host import Settings, ShardHost
+from trainer_runtime.ps.shard_host import ShardHost, ShardHostSettings
 from trainer_runtime.ps.worker_progress import ASYNC, Mode
 from trainer_runtime.shard_map import ShardMap, ShardServer
 from trainer_runtime.tls import TlsFiles, accepting, dialling
@@ -23,14 +23,14 @@ PATIENCE_S = 60.0
 
 
 class Process(NamedTuple):
-    """A server as one process has it."""
+    """The shards and the server of one server process."""
 
-    hosted: tuple[ShardHost, ...]
+    shard_hosts: tuple[ShardHost, ...]
     server: ParameterServer
 
 
 class Job:
-    """Servers of one job, and who says which shard is where: what agents do over etcd."""
+    """Servers of one job, and the map of shards, which agents keep in etcd otherwise."""
 
     def __init__(
         self,
@@ -49,44 +49,44 @@ class Job:
         self._waits = (workers, wait_workers_s, grace_s)
         self._workers = workers
         self._replicas = replicas
-        self._held = [socket.create_server(("127.0.0.1", 0)) for _ in range(servers)]
-        self.endpoints: tuple[Endpoint, ...] = tuple(held.getsockname() for held in self._held)
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(servers)]
+        self.endpoints: tuple[Endpoint, ...] = tuple(listener.getsockname() for listener in self._listeners)
         self._lock = threading.RLock()
-        self.there = dict.fromkeys(range(servers), 1)
+        self.incarnations = dict.fromkeys(range(servers), 1)
         self.map = first_map(servers, replicas=replicas)
         self.clients: list[Client] = []
         self.processes: dict[int, Process] = {}
-        with self._lock:  # a copy can be whole before the last server has begun
+        with self._lock:  # a replica can be complete before the last server has started
             for number in range(servers):
                 self._begin(number)
-            self._tell(self.map)
+            self._apply_map(self.map)
 
     def client(self, worker: int = 0, incarnation: int = 1, timeout_s: float = PATIENCE_S) -> Client:
         client = Client(self.endpoints, ShardCaller(worker, incarnation, SECRET, self._dialling), timeout_s)
         with self._lock:
             self.clients.append(client)
-            client.take_map(self.map)
+            client.apply_map(self.map)
         client.open()
         return client
 
     def kill(self, number: int) -> None:
-        """End a server as if by SIGKILL, and say so."""
+        """Stop a server as if by SIGKILL, and apply the next map."""
         with self._lock:
             process = self.processes.pop(number)
         process.server.close()
         with self._lock:
-            del self.there[number]
-            self._tell(next_map(self.map, self.there, replicas=self._replicas))
+            del self.incarnations[number]
+            self._apply_map(next_map(self.map, self.incarnations, replicas=self._replicas))
 
     def restart(self, number: int, incarnation: int) -> None:
         with self._lock:
-            self._held[number] = socket.create_server(self.endpoints[number])
-            self.there[number] = incarnation
+            self._listeners[number] = socket.create_server(self.endpoints[number])
+            self.incarnations[number] = incarnation
             self._begin(number)
-            self._tell(next_map(self.map, self.there, replicas=self._replicas))
+            self._apply_map(next_map(self.map, self.incarnations, replicas=self._replicas))
 
-    def wait_whole(self) -> None:
-        """Until each shard has its copy."""
+    def wait_for_replicas(self) -> None:
+        """Wait until each shard has a replica."""
         wait_for(lambda: all(place.replica for place in self.map.places), f"copies; there is {self.map}", PATIENCE_S)
 
     def close(self) -> None:
@@ -96,33 +96,33 @@ class Job:
             process.server.close()
 
     def _begin(self, number: int) -> None:
-        settings = Settings(
-            ShardServer(number, self.there[number]),
+        settings = ShardHostSettings(
+            ShardServer(number, self.incarnations[number]),
             self.endpoints,
             SECRET,
             self._mode,
             lambda *_: None,
-            self._hear,
+            self._on_report,
             *self._waits,
             self._dialling,
         )
-        hosted = tuple(ShardHost(shard, settings) for shard in range(len(self.endpoints)))
-        server = ParameterServer(hosted, self._held[number], SECRET, self._workers, None, self._accepting)
-        self.processes[number] = Process(hosted, server)
-        for each, place in zip(hosted, self.map.places, strict=True):
-            each.take_place(self.map.number, place)
+        shard_hosts = tuple(ShardHost(shard, settings) for shard in range(len(self.endpoints)))
+        server = ParameterServer(shard_hosts, self._listeners[number], SECRET, self._workers, None, self._accepting)
+        self.processes[number] = Process(shard_hosts, server)
+        for each, place in zip(shard_hosts, self.map.places, strict=True):
+            each.apply_place(self.map.number, place)
 
-    def _hear(self, number: int, shard: int, is_whole: bool) -> None:  # noqa: FBT001 - as `Settings.say`
-        threading.Thread(target=self._take, args=(ReplicaReport(number, shard, is_whole),), daemon=True).start()
+    def _on_report(self, number: int, shard: int, is_whole: bool) -> None:  # noqa: FBT001 - as `ShardHostSettings.report_replica`
+        threading.Thread(target=self._apply_report, args=(ReplicaReport(number, shard, is_whole),), daemon=True).start()
 
-    def _take(self, said: ReplicaReport) -> None:
+    def _apply_report(self, report: ReplicaReport) -> None:
         with self._lock:
-            self._tell(apply_report(self.map, said))
+            self._apply_map(apply_report(self.map, report))
 
-    def _tell(self, told: ShardMap) -> None:
-        self.map = told
+    def _apply_map(self, shard_map: ShardMap) -> None:
+        self.map = shard_map
         for process in self.processes.values():
-            for hosted, place in zip(process.hosted, told.places, strict=True):
-                hosted.take_place(told.number, place)
+            for shard_host, place in zip(process.shard_hosts, shard_map.places, strict=True):
+                shard_host.apply_place(shard_map.number, place)
         for client in self.clients:
-            client.take_map(told)
+            client.apply_map(shard_map)

@@ -1,6 +1,6 @@
-"""A parameter-server job that counts: each step of a worker adds 1 to its own id, and to one that all share.
+"""A script of a parameter-server job that counts: each step of a worker adds 1 to its own id and to shared ids.
 
-It goes on until there is a file `enough`, and then says what it has counted and what the servers have.
+It runs until a file `enough` exists, and then prints its count and that of the servers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHARED = range(1000, 1050)
 
 
 def main() -> None:
-    """Be a server or a worker."""
+    """Run as a server or a worker."""
     enough = Path(sys.argv[1])
     ps.init(ps.SYNC if "sync" in sys.argv else ps.ASYNC)
     if ps.is_server():

@@ -1,4 +1,4 @@
-"""Whole parameter-server jobs: an agent, servers and workers that are killed in the middle, and what is left of it."""
+"""Whole parameter-server jobs: an agent, servers and workers, some of which are killed during training."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ COUNTING = Path(__file__).with_name("ps_counting.py")
 
 
 class Running(LocalNode):
-    """An agent with roles."""
+    """An agent with servers and workers."""
 
     log_dir: Path
 
     def of(self, role: str) -> dict[int, int]:
-        """Process ids of what has this role, by index."""
+        """Return the process ids of a role, by index."""
         found = {}
         for process in self.descendants():
             with suppress(psutil.Error):
                 env = process.environ()
-                # A guardian's is the agent's own environment; what a script has started itself is below the script.
+                # A guardian has the agent's environment. Processes that a script has started are below the script.
                 if env.get("TRAINING_ROLE") == role and process.parent() in self.guardians():
                     found[_index(env, role)] = process.pid
         return found
 
-    def said(self, name: str) -> str:
-        """All that a process has said."""
+    def output_of(self, name: str) -> str:
+        """Return all output of a process."""
         return "".join(path.read_text() for path in self.log_dir.glob(f"*/*/{name}"))
 
 
@@ -74,7 +74,7 @@ def running(directory: Path, *arguments: str | Path) -> Iterator[Running]:
 
 
 def steps(node: Running, worker: int) -> int:
-    return len(re.findall(r"^step ", node.said(f"workerlog.{worker}"), re.MULTILINE))
+    return len(re.findall(r"^step ", node.output_of(f"workerlog.{worker}"), re.MULTILINE))
 
 
 def wait_for_steps(node: Running, workers: int, more: int) -> None:
@@ -87,8 +87,8 @@ def wait_for_steps(node: Running, workers: int, more: int) -> None:
 
 
 def maps(node: Running) -> dict[int, tuple[int, bool]]:
-    """Of each shard the number of the newest map that changed its place, and whether it has a copy by that."""
-    lines = re.findall(r"has shard (\d+), and it is (on|nowhere).* \(map (\d+)\)", node.said("serverlog.*"))
+    """Return for each shard the newest map that changed its place, and whether the shard has a replica in it."""
+    lines = re.findall(r"has shard (\d+), and it is (on|nowhere).* \(map (\d+)\)", node.output_of("serverlog.*"))
     return {
         int(shard): (int(number), where == "on")
         for shard, where, number in sorted(lines, key=lambda line: int(line[2]))
@@ -96,7 +96,7 @@ def maps(node: Running) -> dict[int, tuple[int, bool]]:
 
 
 def wait_for_copies(node: Running, after_map: int) -> int:
-    """Wait until all shards have one by a newer map; return its number."""
+    """Wait until all shards have a replica in a newer map; return its number."""
 
     def newest() -> int:
         return max((number for number, _ in maps(node).values()), default=0)
@@ -110,15 +110,15 @@ def wait_for_copies(node: Running, after_map: int) -> int:
 
 
 def counts(node: Running, worker: int) -> tuple[int, int]:
-    """What a worker has counted, and what the servers have."""
-    found = re.search(r"counted (\d+), servers have (\d+)", node.said(f"workerlog.{worker}"))
-    assert found, node.said(f"workerlog.{worker}")[-2000:]
+    """Return the counts of a worker and of the servers."""
+    found = re.search(r"counted (\d+), servers have (\d+)", node.output_of(f"workerlog.{worker}"))
+    assert found, node.output_of(f"workerlog.{worker}")[-2000:]
     return int(found[1]), int(found[2])
 
 
 @pytest.mark.long
 def test_twenty_servers_are_killed_and_each_push_counts_once(tmp_path: Path) -> None:
-    """With copies nothing is lost, and no worker is restarted for it."""
+    """With replicas nothing is lost, and no worker is restarted."""
     chance = random.Random(1)
     enough = tmp_path / "enough"
     options = ("--server_num=3", "--worker_num=2", "--ps_replicas=1", "--max_restarts=100")
@@ -138,19 +138,19 @@ def test_twenty_servers_are_killed_and_each_push_counts_once(tmp_path: Path) -> 
             assert counted == there, node.output.read_text()
 
 
-@pytest.mark.long("unit/test_ps_kept.py")
-def test_without_copies_a_killed_server_goes_on_with_what_it_kept(tmp_path: Path) -> None:
+@pytest.mark.long("unit/test_ps_persistence.py")
+def test_without_replicas_a_killed_server_continues_with_its_rows_on_disk(tmp_path: Path) -> None:
     enough = tmp_path / "enough"
     with running(tmp_path, "--server_num=2", "--worker_num=2", COUNTING, enough) as node:
         wait_for_steps(node, 2, 5)
-        wait_for(lambda: len(list((tmp_path / "rows").rglob("*.rows"))) >= 2, "what is kept", PATIENCE_S)
+        wait_for(lambda: len(list((tmp_path / "rows").rglob("*.rows"))) >= 2, "rows on disk", PATIENCE_S)
         workers = node.of("TRAINER")
         os.kill(node.of("PSERVER")[0], signal.SIGKILL)
         wait_for_steps(node, 2, 5)
         assert node.of("TRAINER") == workers
         enough.touch()
         assert node.process.wait(PATIENCE_S) == 0, node.output.read_text()
-        assert "what was pushed since is lost" in node.said("serverlog.0")
+        assert "what was pushed since is lost" in node.output_of("serverlog.0")
         for worker in range(2):
             counted, there = counts(node, worker)
             assert 0 < there <= counted

@@ -1,4 +1,4 @@
-"""Paddle's ways to start parameter servers, by fleetrun's lines and by environment; and machines that are lost."""
+"""Paddle's ways to start parameter servers, by fleetrun's command lines and by environment, and a lost machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from integration.conftest import PATIENCE_S, ROOT
 from machines import Network, environment
 from waiting import wait_for
 
-# A server serves until it is ended; a worker has done its part once all servers are there.
+# A server serves until it is stopped; a worker ends once all servers are there.
 TRAIN = """
 import json, os, signal, sys, time
 from pathlib import Path
-told = {"argv": sys.argv[1:], **os.environ}
+process = {"argv": sys.argv[1:], **os.environ}
 is_server = os.environ["TRAINING_ROLE"] == "PSERVER"
 name = os.environ["PADDLE_CURRENT_ENDPOINT" if is_server else "PADDLE_TRAINER_ID"]
 Path("seen").mkdir(exist_ok=True)
-Path("seen", f"{os.environ['TRAINING_ROLE']} {name}").write_text(json.dumps(told))
+Path("seen", f"{os.environ['TRAINING_ROLE']} {name}").write_text(json.dumps(process))
 print(os.environ["TRAINING_ROLE"], name, "says so", flush=True)
 if is_server:
     signal.pause()
@@ -39,13 +39,13 @@ COUNTING = str(Path(__file__).with_name("ps_counting.py"))
 
 
 def seen(directory: Path, role: str) -> list[dict[str, Any]]:
-    """What each process of a role was told, in their order."""
-    told = [json.loads(path.read_text()) for path in (directory / "seen").glob(f"{role} *")]
+    """Return the environment and arguments of each process of a role, in their order."""
+    processes = [json.loads(path.read_text()) for path in (directory / "seen").glob(f"{role} *")]
     key = "PADDLE_CURRENT_ENDPOINT" if role == "PSERVER" else "PADDLE_TRAINER_ID"
-    return sorted(told, key=lambda each: (len(each[key]), each[key]))
+    return sorted(processes, key=lambda each: (len(each[key]), each[key]))
 
 
-# fleetrun.txt 5.3.2.1 to 5.3.2.3, and 5.4: on one machine. Expected: servers, GPUs of workers, of heterogeneous ones.
+# fleetrun.txt 5.3.2.1 to 5.3.2.3, and 5.4: on one machine. Expected: servers, GPUs of workers, GPUs of heter workers.
 LINES = [
     ("elastic-agent --server_num=1 --worker_num=4 train.py", "", 1, [""] * 4, []),
     ("elastic-agent --server_num=2 --worker_num=4 train.py", "0,1,2,3", 2, ["0", "1", "2", "3"], []),
@@ -76,27 +76,27 @@ def test_a_line_for_one_machine(
     assert done.returncode == 0, done.stderr
     served, trained, others = (seen(tmp_path, role) for role in ("PSERVER", "TRAINER", "HETER_TRAINER"))
     assert len(served) == servers
-    assert [told["CUDA_VISIBLE_DEVICES"] for told in served] == [""] * servers
-    assert [told["CUDA_VISIBLE_DEVICES"] for told in trained] == workers
-    assert [told["CUDA_VISIBLE_DEVICES"] for told in others] == heter
+    assert [process["CUDA_VISIBLE_DEVICES"] for process in served] == [""] * servers
+    assert [process["CUDA_VISIBLE_DEVICES"] for process in trained] == workers
+    assert [process["CUDA_VISIBLE_DEVICES"] for process in others] == heter
     everybody = [*served, *trained, *others]
-    assert {told["PADDLE_TRAINERS_NUM"] for told in everybody} == {str(len(workers) + len(heter))}
-    assert [told["PADDLE_TRAINER_ID"] for told in [*trained, *others]] == [
+    assert {process["PADDLE_TRAINERS_NUM"] for process in everybody} == {str(len(workers) + len(heter))}
+    assert [process["PADDLE_TRAINER_ID"] for process in [*trained, *others]] == [
         str(n) for n in range(len(workers) + len(heter))
     ]
-    assert {told["PADDLE_CURRENT_ENDPOINT"] for told in served} == {
+    assert {process["PADDLE_CURRENT_ENDPOINT"] for process in served} == {
         *served[0]["PADDLE_PSERVERS_IP_PORT_LIST"].split(",")
     }
-    assert len({told["PADDLE_CURRENT_ENDPOINT"] for told in everybody}) == len(everybody), "ports of their own"
-    assert {tuple(told["argv"]) for told in everybody} == {("--is_cloud=1",)}
+    assert len({process["PADDLE_CURRENT_ENDPOINT"] for process in everybody}) == len(everybody), "each has its own port"
+    assert {tuple(process["argv"]) for process in everybody} == {("--is_cloud=1",)}
     logs = {path.name for path in (tmp_path / "log").rglob("*log.*")}
     assert {f"serverlog.{n}" for n in range(servers)} | {f"workerlog.{n}" for n in range(len(workers))} <= logs
     assert "[worker 0] TRAINER 0 says so" in done.stdout
     assert "Local start" in done.stderr
 
 
-def test_another_run_begins_anew_after_one_that_has_finished(tmp_path: Path) -> None:
-    """Its etcd is another, so only what the servers keep on disk could be taken for its own."""
+def test_a_new_run_starts_without_the_rows_of_a_finished_one(tmp_path: Path) -> None:
+    """It has another etcd, so it could mistake only the rows on disk for its own."""
     enough = tmp_path / "enough"
     enough.touch()
     options = "--standalone --job_id=again --server_num=1 --worker_num=1 --checkpoint_dir=rows"
@@ -113,7 +113,7 @@ def test_another_run_begins_anew_after_one_that_has_finished(tmp_path: Path) -> 
         for _ in range(2)
     ]
     aside = tmp_path / "rows" / "servers" / "finished-shard-0-of-1"
-    assert [f"the run before has finished; its rows are in {aside}" in text for text in printed] == [False, True]
+    assert [f"the last run has finished; its rows are in {aside}" in text for text in printed] == [False, True]
     assert [path.name for path in aside.iterdir()] == ["whole-000001.rows"]
 
 
@@ -133,7 +133,7 @@ SEVERAL = [
 def test_a_line_for_two_machines(
     tmp_path: Path, network: Callable[..., Network], line: str, gpus: str, expected: list[str | None]
 ) -> None:
-    """fleetrun.txt 5.3.2, several machines: the same line on each, and no etcd."""
+    """fleetrun.txt 5.3.2, several machines: the same command line on each, and no etcd."""
     (tmp_path / "train.py").write_text(TRAIN)
     machines = network(1, 2)
     argv = shlex.split(f"elastic-agent {line} train.py")
@@ -144,16 +144,16 @@ def test_a_line_for_two_machines(
     outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     served, trained = seen(tmp_path, "PSERVER"), seen(tmp_path, "TRAINER")
-    assert [told["PADDLE_CURRENT_ENDPOINT"] for told in served] == [f"{A}:6170", f"{B}:6171"]
-    assert [told["POD_IP"] for told in trained] == [A] * (len(trained) // 2) + [B] * (len(trained) // 2)
-    assert [told["CUDA_VISIBLE_DEVICES"] or None for told in trained] == expected
+    assert [process["PADDLE_CURRENT_ENDPOINT"] for process in served] == [f"{A}:6170", f"{B}:6171"]
+    assert [process["POD_IP"] for process in trained] == [A] * (len(trained) // 2) + [B] * (len(trained) // 2)
+    assert [process["CUDA_VISIBLE_DEVICES"] or None for process in trained] == expected
     endpoints = trained[0]["PADDLE_TRAINER_ENDPOINTS"].split(",")
-    assert [told["PADDLE_CURRENT_ENDPOINT"] for told in trained] == endpoints
+    assert [process["PADDLE_CURRENT_ENDPOINT"] for process in trained] == endpoints
     assert len({*endpoints, f"{A}:6170", f"{B}:6171"}) == len(expected) + 2
 
 
 class Machine:
-    """One of PaddleRec's two machines: a server and a worker that somebody starts by hand, without any agent."""
+    """One of PaddleRec's two machines: a server and a worker that are started by hand, without any agent."""
 
     SERVERS = f"{A}:36000,{B}:36000"
 
@@ -185,8 +185,8 @@ def test_paddlerecs_steps_by_environment_alone_in_either_order(
     hosts = [Machine(machines, number, tmp_path) for number in range(2)]
     if first == "servers":
         servers = [host.start_server() for host in hosts]
-        said = [_line(server, "listens on") for server in servers]
-        assert said == [f"server {n} listens on {address}:36000" for n, address in enumerate((A, B))]
+        output = [_line(server, "listens on") for server in servers]
+        assert output == [f"server {n} listens on {address}:36000" for n, address in enumerate((A, B))]
         stranger = machines.start(2, _stranger(A, 36000), tmp_path, environment(tmp_path))
         assert stranger.communicate(timeout=PATIENCE_S)[0] == "let go\n"
         workers = [host.start_worker() for host in hosts]
@@ -202,40 +202,42 @@ def test_paddlerecs_steps_by_environment_alone_in_either_order(
 
 
 def _line(process: subprocess.Popen[str], words: str) -> str:
-    """Wait for a line that a process says."""
+    """Wait for a line of a process's output that contains the words."""
     assert process.stdout is not None
     for line in process.stdout:
         if words in line:
             return line.strip()
-    raise AssertionError(f"it ended before it said {words!r}")
+    raise AssertionError(f"the process ended before it printed {words!r}")
 
 
 def _stranger(host: str, port: int) -> list[str]:
-    """Says `let go` if nobody there wants to hear anything."""
+    """Prints `let go` if the server closes the connection without an answer."""
     code = f"import socket; print(socket.create_connection(('{host}', {port})).recv(1) or 'let go')"
     return [sys.executable, "-c", code]
 
 
 def test_a_machine_is_lost_and_comes_back(tmp_path: Path, network: Callable[..., Network]) -> None:
-    """With copies nothing is lost; the workers of the other machine go on, in the same processes."""
+    """With replicas nothing is lost; the workers of the other machine continue in the same processes."""
     machines = network(1, 2)
     enough = tmp_path / "enough"
     line = f"elastic-agent --servers={A}:6170,{B}:6170 --workers={A},{B} --ps_replicas=1 {COUNTING} {enough}"
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
     def start(number: int) -> subprocess.Popen[str]:
-        directory = tmp_path / str(number)  # logs and rows are a machine's own
+        directory = tmp_path / str(number)  # each machine has its own logs and rows
         directory.mkdir(exist_ok=True)
         environ = environment(tmp_path, CUDA_VISIBLE_DEVICES="", **paths)
         return machines.start(number, shlex.split(line), directory, environ)
 
     def steps(worker: int) -> int:
-        return _said(tmp_path, f"workerlog.{worker}").count("\nstep ")
+        return _output(tmp_path, f"workerlog.{worker}").count("\nstep ")
 
     def wait_for_copies(times: int) -> None:
         words = f"has shard 0, and it is on server {1 if times == 1 else '.'}"
         wait_for(
-            lambda: len(re.findall(words, _said(tmp_path, "serverlog.0"))) >= times, "the copy of shard 0", PATIENCE_S
+            lambda: len(re.findall(words, _output(tmp_path, "serverlog.0"))) >= times,
+            "the replica of shard 0",
+            PATIENCE_S,
         )
 
     def wait_for_steps(worker: int, more: int) -> None:
@@ -254,13 +256,13 @@ def test_a_machine_is_lost_and_comes_back(tmp_path: Path, network: Callable[...,
     enough.touch()
     outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    said = _said(tmp_path, "workerlog.0")
-    found = re.search(r"counted (\d+), servers have (\d+)", said)
-    assert found, said[-2000:]
+    output = _output(tmp_path, "workerlog.0")
+    found = re.search(r"counted (\d+), servers have (\d+)", output)
+    assert found, output[-2000:]
     assert found[1] == found[2]
-    assert said.count("step 1\n") == 1, "it is the same process"
+    assert output.count("step 1\n") == 1, "the process was not restarted"
 
 
-def _said(directory: Path, name: str) -> str:
-    """All that a process has said, on whatever machine."""
+def _output(directory: Path, name: str) -> str:
+    """Return all output of a process, on whichever machine."""
     return "".join("\n" + path.read_text() for path in directory.rglob(name))

@@ -1,4 +1,4 @@
-"""Models whose parameters are on servers: what users of torch expect of gradients, and what is refused in words."""
+"""Models with parameters on servers: gradients behave as users of torch expect, and invalid settings are refused."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from integration.ps_cluster import PATIENCE_S, Job
 from torch import nn
 from waiting import wait_for
 
-from trainer_runtime.ps import job as course
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.control_messages import ControlMessages
 from trainer_runtime.ps.frames import RefusedError
 from trainer_runtime.ps.modules import EmbeddingBag, SparseEmbedding
 from trainer_runtime.ps.optimizer import DistributedOptimizer
 from trainer_runtime.ps.rules import SGD
+from trainer_runtime.ps.server_process import check_server_count
 from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
 IDS = torch.tensor([[1, 2], [2, 3]])
@@ -54,12 +54,12 @@ def rows_only(client: Client, lr: float = 1.0) -> tuple[SparseEmbedding, Distrib
     return rows, DistributedOptimizer(SGD(lr), rows, client)
 
 
-def test_gradients_are_found_whatever_mode_a_module_is_in_and_forgotten_when_that_is_said(job: Job) -> None:
+def test_gradients_are_recorded_in_any_mode_and_cleared_on_request(job: Job) -> None:
     rows, optimizer = rows_only(job.client())
     rows.eval()
     rows(IDS).sum().backward()
     optimizer.step()
-    assert rows(torch.tensor([2])).tolist() == [[-2.0, -2.0]], "it is in both rows"
+    assert rows(torch.tensor([2])).tolist() == [[-2.0, -2.0]], "the id occurs in both inputs"
     rows(IDS).sum().backward()
     optimizer.zero_grad()
     optimizer.step()
@@ -69,7 +69,7 @@ def test_gradients_are_found_whatever_mode_a_module_is_in_and_forgotten_when_tha
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_several_passes_add_up(job: Job) -> None:
+def test_gradients_of_several_passes_add_up(job: Job) -> None:
     rows, optimizer = rows_only(job.client())
     both = rows(IDS).sum() + 2 * rows(torch.tensor([3])).sum()
     both.backward()
@@ -89,7 +89,7 @@ def test_a_step_without_a_backward_pass_changes_nothing(job: Job) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_server_that_has_lost_all_begins_with_the_parameters_that_workers_have(job: Job) -> None:
+def test_a_server_without_rows_begins_with_the_parameters_of_a_worker(job: Job) -> None:
     client, model = job.client(), Net()
     optimizer = trained(client, model)
     for number in range(2):
@@ -113,14 +113,14 @@ def test_old_rows_are_dropped_and_parameters_are_not(job: Job) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_parameters_that_lie_otherwise_are_not_taken_for_these(job: Job) -> None:
+def test_parameters_with_another_layout_are_refused(job: Job) -> None:
     trained(job.client(), Net(3))
     with pytest.raises(RefusedError, match=r"dense\.0: the model's parameters there have other names or shapes"):
         trained(job.client(1), Net(4))
 
 
 def test_a_rule_is_for_models_without_parameters_of_their_own(job: Job) -> None:
-    with pytest.raises(ValueError, match="give a torch optimizer of them"):
+    with pytest.raises(ValueError, match="wanted a torch optimizer, since the model has parameters"):
         DistributedOptimizer(SGD(0.1), Net(), job.client())
 
 
@@ -131,11 +131,11 @@ def test_ids_are_integers(job: Job, ids: torch.Tensor) -> None:
         rows(ids)
 
 
-def test_norms_are_of_rows_and_parameters_together(job: Job) -> None:
+def test_gradients_of_rows_and_parameters_are_clipped_together(job: Job) -> None:
     client, model = job.client(), Net()
     optimizer = trained(client, model)
     model(IDS).backward()
-    found = model.rows.found()
+    found = model.rows.merged_gradients()
     assert found is not None
     gradients = [found[1], *(each.grad for each in model.parameters() if each.grad is not None)]
     expected = torch.cat([each.flatten() for each in gradients]).norm()
@@ -165,10 +165,10 @@ def test_bags_may_be_empty_and_offsets_have_an_end(job: Job) -> None:
     assert bags(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])).shape == (2, 2)
 
 
-def test_a_copy_of_a_model_is_on_no_server(job: Job) -> None:
+def test_a_copy_of_a_model_has_no_rows_on_servers(job: Job) -> None:
     model = Net()
     trained(job.client(), model)
-    with pytest.raises(RuntimeError, match="on no server yet"):
+    with pytest.raises(RuntimeError, match="has no rows on the servers yet"):
         copy.deepcopy(model)(IDS)
 
 
@@ -180,29 +180,29 @@ def test_a_table_may_be_shared_within_a_model(job: Job) -> None:
     assert towers[0](torch.tensor([2])).tolist() == towers[1](torch.tensor([2])).tolist() == [[-4.0, -4.0]]
 
 
-def test_settings_that_make_no_sense_are_refused_at_once() -> None:
+def test_invalid_settings_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="dim must be from 1"):
         SparseEmbedding(0)
 
 
-def test_a_map_that_cannot_be_followed_is_told_whatever_the_error() -> None:
-    """A server that finds nothing where it is to load from must not serve nothing."""
+def test_any_error_while_applying_a_map_is_reported() -> None:
+    """A server that cannot load its rows must not serve a shard without them."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     errors: list[Exception] = []
 
-    def fail(_told: ShardMap) -> None:
+    def fail(_map: ShardMap) -> None:
         raise FileNotFoundError("/typo")
 
-    ControlMessages(there.detach(), fail, errors.append).begin()
-    told = ShardMap(1, (ShardPlace(1, ShardServer(0, 1)),))
-    here.send(json.dumps({"map": told.to_json()}).encode())
+    ControlMessages(there.detach(), fail, errors.append).start()
+    shard_map = ShardMap(1, (ShardPlace(1, ShardServer(0, 1)),))
+    here.send(json.dumps({"map": shard_map.to_json()}).encode())
     wait_for(lambda: errors, "the error", PATIENCE_S)
     here.close()
     assert isinstance(errors[0], FileNotFoundError)
 
 
-def test_another_number_of_servers_does_not_begin_without_what_was_kept(tmp_path: Path) -> None:
+def test_another_number_of_servers_does_not_start_without_the_existing_rows(tmp_path: Path) -> None:
     (tmp_path / "shard-0-of-2").mkdir()
-    course._check_number(tmp_path, 2)
+    check_server_count(tmp_path, 2)
     with pytest.raises(RuntimeError, match="has the rows of 2 servers, and there are 3 now"):
-        course._check_number(tmp_path, 3)
+        check_server_count(tmp_path, 3)

@@ -1,4 +1,4 @@
-"""The operator's commands on a job with parameter servers, and what agents are told that do not belong to it."""
+"""The operator's commands on a job with parameter servers, and the errors of agents that do not fit the job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from waiting import wait_for
 
 from agent.local_etcd.embedded import EmbeddedEtcd
 
-# A server serves, and a worker trains, until it is ended.
+# A server serves, and a worker trains, until it is stopped.
 TRAIN = "import signal\nsignal.pause()\n"
 
 
 @pytest.fixture
 def here(etcd: EmbeddedEtcd, tmp_path: Path) -> Callable[..., tuple[str, ...]]:
-    """The options that say which job is meant."""
+    """Return the options that select the job."""
     (tmp_path / "train.py").write_text(TRAIN)
     return lambda: (f"--elastic_server={etcd.endpoint}", f"--job_id={tmp_path.name.replace('_', '-')}")
 
@@ -54,13 +54,13 @@ def test_a_job_is_shown_stopped_and_let_begin_anew(tmp_path: Path, here: Callabl
         assert shown["state"] == "training"
         assert [process["name"] for process in shown["processes"]] == ["server-0", "server-1", "worker-0"]
         assert [process["shards"] for process in shown["processes"]] == [[0], [1], []]
-        said = ask("status", *job).stdout
-        assert "training: all are there" in said
-        assert shown["processes"][0]["endpoint"] in said
+        output = ask("status", *job).stdout
+        assert "training: all are there" in output
+        assert shown["processes"][0]["endpoint"] in output
         refused = ask("scale", *job, "--np=2")
         assert refused.returncode == 2
         assert "has parameter servers: only status, stop and reset support such jobs" in refused.stderr
-        assert ask("reset", *job, "--yes").returncode == 2, "it lives"
+        assert ask("reset", *job, "--yes").returncode == 2, "the job is running"
         stopped = ask("stop", *job, "--yes", "--wait=60")
         assert stopped.returncode == 0, stopped.stderr
         assert node.process.wait(PATIENCE_S) == 0, node.output.read_text()

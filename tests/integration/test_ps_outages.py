@@ -1,4 +1,4 @@
-"""A parameter-server job whose etcd is away, or comes back empty: nothing happens to it, and afterwards all works."""
+"""A parameter-server job whose etcd is unavailable or comes back empty, and training continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def emptied(coordinator: Coordinator, train_on: Callable[[], None]) -> None:
 
 @pytest.mark.long("simulation/test_role_jobs.py")
 @pytest.mark.parametrize("outage", some([emptied], of=[frozen, restarted, emptied]))
-def test_an_outage_touches_nobody_and_afterwards_a_lost_server_is_replaced(
+def test_an_etcd_outage_has_no_effect_and_a_lost_server_is_replaced_afterwards(
     tmp_path: Path, coordinator: Coordinator, outage: Callable[[Coordinator, Callable[[], None]], None]
 ) -> None:
     enough = tmp_path / "enough"

@@ -1,4 +1,4 @@
-"""Servers over real sockets: what was answered is there whichever of them is lost, once, and nobody else gets in."""
+"""Servers over real sockets: answered pushes survive the loss of any server, count once, and strangers are refused."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from waiting import wait_for
 from trainer_runtime import contract, ps
 from trainer_runtime.ps import roles
 from trainer_runtime.ps.client import Client, NotReadyError
-from trainer_runtime.ps.frames import BrokenError, FrameConnection, Header, MessageKind, RefusedError, introduce
+from trainer_runtime.ps.frames import BrokenError, FrameConnection, Header, MessageKind, RefusedError, client_handshake
 from trainer_runtime.ps.geo import GeoClient
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.persistence import ShardPersistence
 from trainer_runtime.ps.rules import SGD, Sum
 from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.shard_connection import ShardCaller
-from trainer_runtime.ps.shard_host import Settings, ShardHost
+from trainer_runtime.ps.shard_host import ShardHost, ShardHostSettings
 from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.ps.worker_progress import ASYNC, SYNC, Mode, bounded, geo
 from trainer_runtime.shard_map import ShardPlace, ShardServer
@@ -52,7 +52,7 @@ def counted(client: Client, table: int, ids: int) -> list[float]:
 
 
 def pair(job: Job) -> tuple[tuple[Client, Client], int]:
-    """Two workers, and the number of the table that counts."""
+    """Return two workers, and the number of the counting table."""
     one, other = job.client(0), job.client(1)
     (table,) = {client.declare(COUNTS) for client in (one, other)}
     return (one, other), table
@@ -65,7 +65,7 @@ def begin(do: Callable[..., None], *args: object) -> threading.Thread:
 
 
 def is_waiting(thread: threading.Thread) -> bool:
-    """Whether what it does is not done in a while in which it would be."""
+    """Return whether the thread still runs after a time in which it would have finished."""
     thread.join(0.2)
     return thread.is_alive()
 
@@ -76,21 +76,21 @@ def end(*threads: threading.Thread) -> None:
         assert not thread.is_alive()
 
 
-def break_lines(job: Job, client: Client, worker: int, *shards: int) -> None:
+def break_connections(job: Job, client: Client, worker: int, *shards: int) -> None:
     """Break a worker's connections to these shards, or to all, and wait until the servers have noticed."""
-    broken = shards or range(len(client._lines))
+    broken = shards or range(len(client._connections))
     for shard in broken:
-        connection = client._lines[shard]._connection
+        connection = client._connections[shard]._connection
         assert connection is not None
-        connection.hang_up()
-    hosted = [process.hosted[shard] for process in job.processes.values() for shard in broken]
-    wait_for(lambda: not any(worker in each.here for each in hosted), "the servers to notice", PATIENCE_S)
+        connection.shut_down()
+    shard_hosts = [process.shard_hosts[shard] for process in job.processes.values() for shard in broken]
+    wait_for(lambda: not any(worker in each.connections for each in shard_hosts), "the servers to notice", PATIENCE_S)
 
 
-def test_a_server_without_room_lets_in_once_there_is_some(
+def test_a_server_without_descriptors_accepts_connections_later(
     make_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No descriptor is left when somebody calls: they wait, and all others are served."""
+    """There is no free descriptor when a caller connects: it waits, and all others are served."""
     job = make_job(1)
     client = job.client()
     table = client.declare(COUNTS)
@@ -101,16 +101,16 @@ def test_a_server_without_room_lets_in_once_there_is_some(
         resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most[1]))
         try:
             sock.connect(job.endpoints[0])
-            wait_for(lambda: "nobody can be let in for a while" in caplog.text, "a line that says so", PATIENCE_S)
+            wait_for(lambda: "cannot accept connections" in caplog.text, "a warning", PATIENCE_S)
             count(client, table, 1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, most)
-        introduce(FrameConnection(sock), SECRET, {"probe": True})
+        client_handshake(FrameConnection(sock), SECRET, {"probe": True})
     assert counted(client, table, 2) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-def test_rows_are_on_the_servers_whichever_has_them(make_job: Callable[..., Job], servers: int) -> None:
+def test_rows_are_found_with_any_number_of_servers(make_job: Callable[..., Job], servers: int) -> None:
     client = make_job(servers).client()
     table = client.declare(TableSpec("t", 4, SGD(1.0), scale=0.5))
     ids = torch.arange(1000)
@@ -156,12 +156,12 @@ def test_common_steps_of_workers_are_those_of_one(make_job: Callable[..., Job], 
         torch.testing.assert_close(rows, alone)
 
 
-def test_a_worker_that_is_gone_is_waited_for_no_more(make_job: Callable[..., Job]) -> None:
-    """It has a while to come again."""
+def test_a_lost_worker_is_not_waited_for(make_job: Callable[..., Job]) -> None:
+    """It has a grace period to connect again."""
     job = make_job(2, SYNC, 2, grace_s=0.5)
     (one, other), table = pair(job)
     pushing = begin(count, one, table, 1, 2, 3)
-    assert is_waiting(pushing), "the other has sent nothing yet"
+    assert is_waiting(pushing), "the other worker has sent nothing yet"
     other.close()
     end(pushing)
     assert counted(one, table, 4) == [0.0, 1.0, 1.0, 1.0]
@@ -172,7 +172,7 @@ def test_workers_begin_together(make_job: Callable[..., Job]) -> None:
     one = job.client(0)
     table = one.declare(COUNTS)
     pushing = begin(count, one, table, 1, 2)
-    assert is_waiting(pushing), "the other has not come yet"
+    assert is_waiting(pushing), "the other worker has not joined yet"
     other = job.client(1)
     other.declare(COUNTS)
     count(other, table, 2, 3)
@@ -180,7 +180,7 @@ def test_workers_begin_together(make_job: Callable[..., Job]) -> None:
     assert counted(one, table, 4) == [0.0, 0.5, 1.0, 0.5]
 
 
-def test_who_does_not_come_in_time_is_left_behind_in_words(
+def test_steps_continue_without_late_workers_and_a_warning_is_logged(
     make_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(1, SYNC, 3, wait_workers_s=0.5)
@@ -196,13 +196,13 @@ def test_who_does_not_come_in_time_is_left_behind_in_words(
     assert all(map(is_waiting, pushing))
     count(third, table, 1)
     end(*pushing)
-    assert (third.step, third.left_out) == (2, 0), "it begins with the step that the others are at"
+    assert (third.step, third.left_out) == (2, 0), "it begins with the current step of the others"
 
 
 def test_a_connection_that_breaks_for_a_moment_loses_no_gradients(make_job: Callable[..., Job]) -> None:
     job = make_job(1, SYNC, 2)
     (one, other), table = pair(job)
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     pushing = begin(count, one, table, 1, 2)
     assert is_waiting(pushing)
     count(other, table, 2, 3)
@@ -211,21 +211,21 @@ def test_a_connection_that_breaks_for_a_moment_loses_no_gradients(make_job: Call
     assert other.left_out == 0
 
 
-def test_workers_that_miss_each_other_at_different_shards_find_together(make_job: Callable[..., Job]) -> None:
-    """Each opens its broken line again while the answer of the other shard waits for the other worker."""
+def test_workers_with_broken_connections_to_different_shards_recover(make_job: Callable[..., Job]) -> None:
+    """Each reopens its broken connection while the answer of the other shard waits for the other worker."""
     job = make_job(2, SYNC, 2)
     (one, other), table = pair(job)
-    break_lines(job, one, 0, 1)
-    break_lines(job, other, 1, 0)
+    break_connections(job, one, 0, 1)
+    break_connections(job, other, 1, 0)
     end(*(begin(count, client, table, *range(20)) for client in (one, other)))
     assert counted(one, table, 20) == [1.0] * 20
 
 
 def test_after_a_failover_steps_are_common_to_all_again(make_job: Callable[..., Job]) -> None:
-    """Whoever finds the new primary first."""
+    """Whichever worker connects to the new primary first."""
     job = make_job(2, SYNC, 2, replicas=1)
     (one, other), table = pair(job)
-    job.wait_whole()
+    job.wait_for_replicas()
     for _ in range(3):
         pushing = begin(count, one, table, *range(20))
         count(other, table, *range(20))
@@ -238,12 +238,12 @@ def test_after_a_failover_steps_are_common_to_all_again(make_job: Callable[..., 
     assert counted(one, table, 40) == [3.5] * 20 + [0.5] * 20
 
 
-def test_a_push_that_comes_too_late_is_told_and_the_worker_goes_on_with_the_others(
+def test_a_late_push_is_reported_and_the_worker_continues_with_the_others(
     make_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(1, SYNC, 2, grace_s=0.2)
     (one, other), table = pair(job)
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     for _ in range(3):
         count(one, table, 1)
     for step in (3, 4):
@@ -256,12 +256,12 @@ def test_a_push_that_comes_too_late_is_told_and_the_worker_goes_on_with_the_othe
     assert other.left_out == 1
 
 
-def test_who_rests_is_not_waited_for_even_when_its_line_is_opened_again(make_job: Callable[..., Job]) -> None:
+def test_a_resting_worker_is_not_waited_for_even_after_reconnecting(make_job: Callable[..., Job]) -> None:
     job = make_job(2, SYNC, 2)
     (one, other), table = pair(job)
     other.rest()
     count(one, table, *range(20))
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     assert counted(other, table, 20) == [1.0] * 20
     end(begin(count, one, table, *range(20)))
     other.join()
@@ -273,7 +273,7 @@ def test_who_rests_is_not_waited_for_even_when_its_line_is_opened_again(make_job
     assert counted(one, table, 20) == [3.0] * 20
 
 
-def test_who_is_ahead_waits_for_one_that_has_not_come_and_for_one_whose_line_is_broken(
+def test_a_bounded_worker_waits_for_new_workers_and_broken_connections(
     make_job: Callable[..., Job],
 ) -> None:
     job = make_job(1, bounded(2), 2)
@@ -287,7 +287,7 @@ def test_who_is_ahead_waits_for_one_that_has_not_come_and_for_one_whose_line_is_
     other.declare(COUNTS)
     count(other, table, 1)
     end(pushing)
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     pushing = begin(count, one, table, 1)
     assert is_waiting(pushing)
     count(other, table, 1)
@@ -295,21 +295,21 @@ def test_who_is_ahead_waits_for_one_that_has_not_come_and_for_one_whose_line_is_
     assert counted(one, table, 2) == [0.0, 6.0]
 
 
-def test_a_part_of_the_data_stays_with_a_worker_whose_line_breaks_and_not_with_one_that_is_gone(
+def test_a_part_stays_with_a_worker_that_reconnects_and_not_with_a_lost_one(
     make_job: Callable[..., Job],
 ) -> None:
     job = make_job(1, SYNC, 2, grace_s=1.0)
     (one, other), _ = pair(job)
     assert (one.lease("p", 2, None), other.lease("p", 2, None)) == (0, 1)
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     assert other.lease("p", 2, None) == 1
     other.close()
-    assert one.lease("p", 2, 0) == 1, "once it has not come again"
+    assert one.lease("p", 2, 0) == 1, "after the grace period of the other worker"
     with pytest.raises(RefusedError, match="pass 'p' through the data has 2 parts, not 3"):
         one.lease("p", 3, None)
 
 
-def test_copies_are_pulled_again_after_an_exchange_whoever_has_changed_them(make_job: Callable[..., Job]) -> None:
+def test_copies_are_pulled_again_after_an_exchange(make_job: Callable[..., Job]) -> None:
     job = make_job(2, geo(2), 2)
     one, other = (GeoClient(job.client(worker), 2, 2) for worker in range(2))
     spec = TableSpec("t", 1, SGD(1.0), initial="zeros")
@@ -320,10 +320,10 @@ def test_copies_are_pulled_again_after_an_exchange_whoever_has_changed_them(make
     for _ in range(2):
         one.push([Gradients(table, ids, down)])
     assert one.pull(table, ids).unique().tolist() == [1.0]
-    assert not other.pull(table, ids).any(), "until it exchanges"
+    assert not other.pull(table, ids).any(), "before it exchanges"
     for few in (ids[:10], ids[:10]):
         other.push([Gradients(table, few, down[:10])])
-    other.push([Gradients(table, ids[:5], down[:5])])  # of what was looked up before the exchange
+    other.push([Gradients(table, ids[:5], down[:5])])  # gradients of rows that were looked up before the exchange
     expected = torch.tensor([3.0] * 5 + [2.0] * 5 + [1.0] * 90)
     assert torch.equal(other.pull(table, ids).squeeze(1), expected)
     other.exchange()
@@ -340,7 +340,7 @@ def test_each_pass_through_the_data_has_all_parts_in_each_run(
     role = {"TRAINING_ROLE": "TRAINER", roles.SERVERS: servers, roles.WORKERS: "1", roles.WORKER: "0"}
     for name, value in {**role, roles.SECRET: SECRET.decode()}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("trainer_runtime.ps.job._job", None)
+    monkeypatch.setattr("trainer_runtime.ps.process._state", None)
 
     def passes(*parts: int) -> list[list[int]]:
         ps.init()
@@ -354,20 +354,20 @@ def test_each_pass_through_the_data_has_all_parts_in_each_run(
     for run in ("first", "second"):
         monkeypatch.setenv(contract.RUN_ID, run)
         assert passes(4, 4, 6) == [[*range(4)], [*range(4)], [*range(6)]]
-    assert passes(4, 4, 6, 4) == [[], [], [], [*range(4)]], "a worker that was started again"
+    assert passes(4, 4, 6, 4) == [[], [], [], [*range(4)]], "as of a worker that was restarted"
 
 
-def test_with_copies_a_lost_server_loses_nothing_and_costs_no_restart(make_job: Callable[..., Job]) -> None:
+def test_with_replicas_a_lost_server_loses_nothing_and_costs_no_restart(make_job: Callable[..., Job]) -> None:
     job = make_job(3, replicas=1)
     client = job.client()
     table = client.declare(COUNTS)
-    job.wait_whole()
+    job.wait_for_replicas()
     for _ in range(10):
         count(client, table, *range(300))
     job.kill(1)
     count(client, table, *range(300))
     assert counted(client, table, 300) == [11.0] * 300
-    job.wait_whole()
+    job.wait_for_replicas()
     job.kill(2)
     count(client, table, *range(300))
     assert counted(client, table, 300) == [12.0] * 300
@@ -375,7 +375,7 @@ def test_with_copies_a_lost_server_loses_nothing_and_costs_no_restart(make_job: 
 
 @pytest.mark.parametrize("seed", some([0], of=range(3)))
 def test_in_twenty_losses_each_push_counts_once(make_job: Callable[..., Job], seed: int) -> None:
-    """While three workers push as fast as they can, and a server is lost as soon as all have copies again."""
+    """Three workers push without pause, and a server is lost as soon as all shards have replicas again."""
     job = make_job(3, workers=3, replicas=1)
     is_over = threading.Event()
     pushed = [0, 0, 0]
@@ -388,7 +388,7 @@ def test_in_twenty_losses_each_push_counts_once(make_job: Callable[..., Job], se
             while not is_over.is_set():
                 count(client, table, worker, *range(3, 200))
                 pushed[worker] += 1
-        except BaseException as error:  # noqa: BLE001 - told by the test
+        except BaseException as error:  # noqa: BLE001 - reported by the test
             failed.append(error)
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
@@ -396,13 +396,13 @@ def test_in_twenty_losses_each_push_counts_once(make_job: Callable[..., Job], se
         thread.start()
     chance = torch.Generator().manual_seed(seed)
     for loss in range(20):
-        job.wait_whole()
+        job.wait_for_replicas()
         before = [*pushed]
         wait_for(lambda before=before: all(map(int.__lt__, before, pushed)) or failed, "pushes", PATIENCE_S)  # type: ignore[misc]
         lost = int(torch.randint(0, 3, (1,), generator=chance))
         job.kill(lost)
         job.restart(lost, loss + 2)
-    job.wait_whole()
+    job.wait_for_replicas()
     is_over.set()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -413,9 +413,7 @@ def test_in_twenty_losses_each_push_counts_once(make_job: Callable[..., Job], se
 
 
 @pytest.mark.parametrize("mode", [SYNC, bounded(2)], ids=["sync", "bounded"])
-def test_in_ten_losses_of_servers_and_lines_steps_stay_those_of_all_workers(
-    make_job: Callable[..., Job], mode: Mode
-) -> None:
+def test_in_ten_losses_of_servers_and_connections_steps_stay_common(make_job: Callable[..., Job], mode: Mode) -> None:
     job = make_job(3, mode, 3, replicas=1)
     steps, last = [0, 0, 0], [math.inf]
     apart, left_out = [0], [0, 0, 0]
@@ -433,25 +431,25 @@ def test_in_ten_losses_of_servers_and_lines_steps_stay_those_of_all_workers(
     threads = [begin(work, worker) for worker in range(3)]
     chance = random.Random(1)
     for loss in range(10):
-        job.wait_whole()
+        job.wait_for_replicas()
         before = [*steps]
         wait_for(lambda before=before: all(map(int.__lt__, before, steps)), "steps", PATIENCE_S)  # type: ignore[misc]
-        for line in chance.choice(job.clients)._lines:
-            if (connection := line._connection) is not None:
-                connection.hang_up()
+        for shard_connection in chance.choice(job.clients)._connections:
+            if (connection := shard_connection._connection) is not None:
+                connection.shut_down()
         lost = chance.randrange(3)
         job.kill(lost)
         job.restart(lost, loss + 2)
     last[0] = max(steps) + 5
     end(*threads)
     assert (steps, left_out) == ([last[0]] * 3, [0] * 3)
-    assert apart[0] <= mode.ahead + 2, "it is counted after the answer"
+    assert apart[0] <= mode.ahead + 2, "a step is counted after its answer"
     client = job.client(9)
     own, shared = (last[0] / 3, last[0]) if mode.merges else (last[0], 3 * last[0])
     assert counted(client, client.declare(COUNTS), 200) == pytest.approx([own] * 3 + [shared] * 197, rel=1e-3)
 
 
-def test_a_stranger_is_let_in_nowhere(make_job: Callable[..., Job]) -> None:
+def test_strangers_are_refused(make_job: Callable[..., Job]) -> None:
     job = make_job(1)
     client = job.client()
     table = client.declare(COUNTS)
@@ -459,33 +457,31 @@ def test_a_stranger_is_let_in_nowhere(make_job: Callable[..., Job]) -> None:
     for hello in ({"shard": 0, "worker": 0, "incarnation": 9}, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9}):
         connection = FrameConnection(socket.create_connection(job.endpoints[0]))
         with pytest.raises(BrokenError, match="closed"):
-            introduce(connection, b"another", hello)
+            client_handshake(connection, b"another", hello)
         connection.close()
-    with socket.create_connection(job.endpoints[0]) as mute:
-        mute.sendall(b"\xff" * 100)
-        mute.settimeout(PATIENCE_S)
-        assert mute.recv(1) == b""
+    with socket.create_connection(job.endpoints[0]) as silent:
+        silent.sendall(b"\xff" * 100)
+        silent.settimeout(PATIENCE_S)
+        assert silent.recv(1) == b""
     assert counted(client, table, 2) == [0.0, 1.0]
 
 
-def test_servers_workers_and_copies_speak_tls_where_certificates_are_given(
-    make_job: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_all_connections_use_tls_if_certificates_are_given(make_job: Callable[..., Job], tmp_path: Path) -> None:
     job = make_job(2, replicas=1, tls=Authority(tmp_path).files("all", "127.0.0.1"))
     client = job.client()
     table = client.declare(COUNTS)
-    job.wait_whole()
+    job.wait_for_replicas()
     for _ in range(3):
         count(client, table, *range(200))
     job.kill(1)
     count(client, table, *range(200))
-    assert set(counted(client, table, 200)) == {4.0}, "the copy has all of it"
+    assert set(counted(client, table, 200)) == {4.0}, "the replica has all pushes"
     with socket.create_connection(job.endpoints[0]) as plain, pytest.raises(BrokenError):
-        introduce(FrameConnection(plain), SECRET, {"probe": True})
+        client_handshake(FrameConnection(plain), SECRET, {"probe": True})
 
 
 @pytest.mark.parametrize(
-    ("host", "whose", "trusts", "said"),
+    ("host", "whose", "trusts", "message"),
     [
         (
             "10.0.0.1",
@@ -497,13 +493,13 @@ def test_servers_workers_and_copies_speak_tls_where_certificates_are_given(
         ("127.0.0.1", "theirs", "ours", "it has ended the connection: .*alert unknown ca"),
     ],
 )
-def test_a_worker_says_why_it_does_not_speak_to_a_server(
+def test_a_worker_reports_why_tls_with_a_server_failed(
     make_job: Callable[..., Job],
     tmp_path_factory: pytest.TempPathFactory,
     host: str,
     whose: str,
     trusts: str,
-    said: str,
+    message: str,
 ) -> None:
     authorities = {name: Authority(tmp_path_factory.mktemp(name)) for name in ("ours", "theirs")}
     job = make_job(1, tls=authorities["ours"].files("server", host))
@@ -511,104 +507,108 @@ def test_a_worker_says_why_it_does_not_speak_to_a_server(
     caller = ShardCaller(0, 1, SECRET, dialling(files, names_host=True))
     with closing(Client(job.endpoints, caller, 0.5)) as client, pytest.raises(NotReadyError) as refused:
         client.open()
-    assert re.search(rf"127.0.0.1:[0-9]+ \({said}\)", str(refused.value))
+    assert re.search(rf"127.0.0.1:[0-9]+ \({message}\)", str(refused.value))
 
 
-def test_strangers_that_say_nothing_keep_nobody_out(make_job: Callable[..., Job]) -> None:
+def test_silent_strangers_do_not_block_workers(make_job: Callable[..., Job]) -> None:
     job = make_job(1)
-    mute = [socket.create_connection(job.endpoints[0]) for _ in range(200)]
+    silent = [socket.create_connection(job.endpoints[0]) for _ in range(200)]
     began = time.monotonic()
     client = job.client()
     count(client, client.declare(COUNTS), 1)
-    assert time.monotonic() - began < 4.0, "sooner than they are given up"
-    for each in mute:
+    assert time.monotonic() - began < 4.0, "before their handshakes time out"
+    for each in silent:
         each.close()
 
 
-def told(connection: FrameConnection, kind: MessageKind, words: dict[str, object]) -> Header:
-    body = json.dumps(words).encode()
+def send_json(connection: FrameConnection, kind: MessageKind, message: dict[str, object]) -> Header:
+    body = json.dumps(message).encode()
     connection.send(Header(kind, 0, length=len(body)), body)
     return connection.receive_header()
 
 
-def call(job: Job, server: int, hello: dict[str, object]) -> FrameConnection:
-    """A primary that has a copy to give."""
+def connect_primary(job: Job, server: int, hello: dict[str, object]) -> FrameConnection:
+    """Connect as a primary that sends a replica."""
     connection = FrameConnection(socket.create_connection(job.endpoints[server]))
     connection.sock.settimeout(PATIENCE_S)
-    introduce(connection, SECRET, hello)
+    client_handshake(connection, SECRET, hello)
     return connection
 
 
-def test_a_copy_outlives_maps_that_are_older_than_the_one_by_which_it_was_given(make_job: Callable[..., Job]) -> None:
-    """They come late: the primary's agent had seen the newer one before."""
+def test_a_replica_ignores_older_maps(make_job: Callable[..., Job]) -> None:
+    """Such maps arrive late when the primary's agent has seen the newer map first."""
     job = make_job(3)
-    hosted = job.processes[2].hosted[0]
+    shard_host = job.processes[2].shard_hosts[0]
     primary, lost, me = ShardServer(0, 1), ShardServer(1, 1), ShardServer(2, 1)
-    connection = call(job, 2, {"shard": 0, "primary": primary, "map": 7, "era": 1})
+    connection = connect_primary(job, 2, {"shard": 0, "primary": primary, "map": 7, "era": 1})
     assert connection.receive_header().kind is MessageKind.DONE
-    said = {"applied": [[4, 1, 9]], "done": 0, "passes": {}}
-    assert told(connection, MessageKind.WHOLE, said).kind is MessageKind.DONE
-    older = call(job, 2, {"shard": 0, "primary": lost, "map": 6, "era": 1})
+    state = {"applied": [[4, 1, 9]], "done": 0, "passes": {}}
+    assert send_json(connection, MessageKind.COMPLETE, state).kind is MessageKind.DONE
+    older = connect_primary(job, 2, {"shard": 0, "primary": lost, "map": 6, "era": 1})
     with pytest.raises(BrokenError):
         older.receive_header()
     older.close()
-    hosted.take_place(6, ShardPlace(1, primary, None, lost))
-    assert hosted.era == 1
-    hosted.take_place(7, ShardPlace(1, primary, None, me))
-    hosted.take_place(8, ShardPlace(1, me))
-    assert hosted.shard.applied == {Author(4, 1): 9}
+    shard_host.apply_place(6, ShardPlace(1, primary, None, lost))
+    assert shard_host.era == 1
+    shard_host.apply_place(7, ShardPlace(1, primary, None, me))
+    shard_host.apply_place(8, ShardPlace(1, me))
+    assert shard_host.shard.applied == {Author(4, 1): 9}
     connection.close()
 
 
-def test_what_begins_anew_where_it_was_is_no_copy_of_what_was(make_job: Callable[..., Job], tmp_path: Path) -> None:
-    """A server that was cut off hears only of the end: another had the shard, and was lost with it."""
+def test_a_shard_that_is_loaded_again_replaces_its_replica_and_persistence(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """A partitioned server missed the map with which another server, lost since, had the shard."""
     job = make_job(2)
-    keepers: list[ShardPersistence] = []
-    said: list[tuple[int, int, bool]] = []
+    persisters: list[ShardPersistence] = []
+    reports: list[tuple[int, int, bool]] = []
 
-    def keep(_number: int, shard: Shard, lock: threading.Condition, _restores: bool) -> ShardPersistence:  # noqa: FBT001 - as declared
-        keepers.append(ShardPersistence(tmp_path, shard, lock, 0.01))
-        keepers[-1].follow()
-        keepers[-1].begin()
-        return keepers[-1]
+    def open_persistence(_number: int, shard: Shard, lock: threading.Condition, _restores: bool) -> ShardPersistence:  # noqa: FBT001 - as declared
+        persisters.append(ShardPersistence(tmp_path, shard, lock, 0.01))
+        persisters[-1].follow()
+        persisters[-1].start()
+        return persisters[-1]
 
     me, other = ShardServer(0, 7), ShardServer(1, 1)
-    hosted = ShardHost(0, Settings(me, job.endpoints, SECRET, ASYNC, keep, lambda *each: said.append(each)))
-    hosted.take_place(2, ShardPlace(1, me, None, other))
-    wait_for(lambda: (2, 0, True) in said, "a copy", PATIENCE_S)
-    hosted.take_place(5, ShardPlace(5, me, None, other))
-    wait_for(lambda: (5, 0, True) in said, "another copy", PATIENCE_S)
-    assert job.processes[1].hosted[0].era == 5, "which has what is here now"
-    first, second = keepers
-    wait_for(lambda: not (first._thread and first._thread.is_alive()), "the first one's end", PATIENCE_S)
+    shard_host = ShardHost(
+        0, ShardHostSettings(me, job.endpoints, SECRET, ASYNC, open_persistence, lambda *each: reports.append(each))
+    )
+    shard_host.apply_place(2, ShardPlace(1, me, None, other))
+    wait_for(lambda: (2, 0, True) in reports, "a copy", PATIENCE_S)
+    shard_host.apply_place(5, ShardPlace(5, me, None, other))
+    wait_for(lambda: (5, 0, True) in reports, "another copy", PATIENCE_S)
+    assert job.processes[1].shard_hosts[0].era == 5, "the replica has the new rows"
+    first, second = persisters
+    wait_for(lambda: not (first._thread and first._thread.is_alive()), "the end of the first persistence", PATIENCE_S)
     assert second._thread is not None
     assert second._thread.is_alive()
-    hosted.close()
+    shard_host.close()
 
 
-def test_what_no_version_says_ends_the_connection_and_nothing_else(make_job: Callable[..., Job]) -> None:
+def test_an_invalid_message_ends_only_its_connection(make_job: Callable[..., Job]) -> None:
     job = make_job(2)
     client = job.client()
     table = client.declare(COUNTS)
     count(client, table, 1, 2, 3)
     wrong = {
-        MessageKind.ORDER: {"shrink_before_s": 1 << 70},
+        MessageKind.COMMAND: {"shrink_before_s": 1 << 70},
         MessageKind.LEASE: {"pass": 1},
         MessageKind.ROWS: {},
-        MessageKind.WHOLE: {},
+        MessageKind.COMPLETE: {},
     }
-    for kind, words in wrong.items():
-        connection = call(job, 0, {"shard": 0, "worker": 5, "incarnation": 1})
+    for kind, message in wrong.items():
+        connection = connect_primary(job, 0, {"shard": 0, "worker": 5, "incarnation": 1})
         assert connection.receive_header().kind is MessageKind.DONE
-        if kind in {MessageKind.ORDER, MessageKind.LEASE}:  # well-formed nonsense is answered
-            assert told(connection, kind, words).kind is MessageKind.REFUSED
+        if kind in {MessageKind.COMMAND, MessageKind.LEASE}:  # complete but invalid requests are answered
+            assert send_json(connection, kind, message).kind is MessageKind.REFUSED
         else:
             with pytest.raises(BrokenError):
-                told(connection, kind, words)
+                send_json(connection, kind, message)
         connection.close()
-        other = call(job, 1, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9})
+        other = connect_primary(job, 1, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9})
         assert other.receive_header().kind is MessageKind.DONE
         with pytest.raises(BrokenError):
-            told(other, kind, words)
+            send_json(other, kind, message)
         other.close()
     assert counted(client, table, 4) == [0.0, 1.0, 1.0, 1.0]

@@ -1,4 +1,4 @@
-"""A killed server or worker is replaced by a process of its own command that has imported everything before."""
+"""A killed server or worker is replaced by its standby, a process of the same command with all imports done."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def workers(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> Role
 
 
 def shown(workers: RoleProcesses, post: RoleProcess, number: int) -> list[object]:
-    """Process id and variables of the process that was started there as the so-manieth."""
+    """Return process id and variables of the process that was started there, by its number in order."""
     path = workers.log_path(post)
     wait_for(lambda: path.exists() and path.read_text().count("\n") >= number, f"process {number} of {post.name}")
     found: list[object] = json.loads(path.read_text().splitlines()[number - 1])
@@ -58,7 +58,7 @@ def shown(workers: RoleProcesses, post: RoleProcess, number: int) -> list[object
 
 
 def warm(workers: RoleProcesses, post: RoleProcess) -> int:
-    """Process id of a post's standby, once it is warm."""
+    """Return the process id of a post's standby, once it is warm."""
     slot = workers._workers[post]._standbys._slots[0]
 
     def pid() -> int | None:
@@ -77,7 +77,7 @@ def warm(workers: RoleProcesses, post: RoleProcess) -> int:
 def test_a_killed_process_is_replaced_by_its_standby(
     workers: RoleProcesses, told: Told, post: RoleProcess, variables: list[str | None]
 ) -> None:
-    """Again and again; each is told which one it is, and nothing of any is left."""
+    """Repeatedly; each process gets its own role, and no process is left over."""
     with closing(workers):
         workers.start(post, 1)
         pid, *first = shown(workers, post, 1)
@@ -92,6 +92,6 @@ def test_a_killed_process_is_replaced_by_its_standby(
             workers.start(post, incarnation)
             pid, *then = shown(workers, post, incarnation)
             assert then == [*variables, str(incarnation)]
-            assert pid == pids[-1], "the one that was warm"
+            assert pid == pids[-1], "the warm standby"
         pids.append(warm(workers, post))
     assert all(has_ended(each) for each in pids)

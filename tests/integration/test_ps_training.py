@@ -1,4 +1,4 @@
-"""What parameter servers' training comes to, beside that of one process."""
+"""The result of training with parameter servers, compared with one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_common_steps_end_with_what_one_process_ends_with(tmp_path: Path, worker
         assert node.process.wait(PATIENCE_S) == 0, node.output.read_text()
     rows = TableSpec(dim=ps_bags.DIM, rule=Sum(), **ps_bags.SETTINGS).initial_rows(torch.arange(ps_bags.IDS))
     expected = ps_bags.trained(rows)
-    assert not torch.allclose(expected[0], rows, atol=0.1), "it has trained"
+    assert not torch.allclose(expected[0], rows, atol=0.1), "training has changed the rows"
     for found, wanted in zip(torch.load(tmp_path / "found.pt"), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -39,8 +39,8 @@ def test_all_modes_come_to_the_same_quality(tmp_path: Path) -> None:
         directory.mkdir()
         with running(directory, "--server_num=2", "--worker_num=2", CTR, f"--mode={mode}") as node:
             assert node.process.wait(PATIENCE_S) == 0, node.output.read_text()
-            said = re.search(r"^AUC (0\.\d+)$", node.said("workerlog.0"), re.MULTILINE)
-        assert said, node.output.read_text()
-        found[mode] = float(said[1])
+            match = re.search(r"^AUC (0\.\d+)$", node.output_of("workerlog.0"), re.MULTILINE)
+        assert match, node.output.read_text()
+        found[mode] = float(match[1])
     assert max(found.values()) - min(found.values()) < 0.005, found
     assert min(found.values()) > 0.835, found

@@ -1,4 +1,4 @@
-"""Parts of the data: each is given out once, those of who is gone again, and what is done is said in few words."""
+"""Parts of the data: each is assigned once, parts of lost workers are assigned again, and the state stays small."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 import pytest
 
 from trainer_runtime.ps.leases import MAX_PARTS, Leases, leases_of
-from trainer_runtime.ps.persistence import said_of, take_said
+from trainer_runtime.ps.persistence import restore_state, state_of
 from trainer_runtime.ps.shard import Shard
-from trainer_runtime.ps.shard_host import Missing
+from trainer_runtime.ps.shard_host import MissingWorkers
 from trainer_runtime.ps.worker_progress import ASYNC
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_is_always_the_first_part_that_nobody_has(seed: int) -> None:
+def test_the_first_free_part_is_assigned(seed: int) -> None:
     chance = random.Random(seed)
     leases = Leases(12)
     while not leases.is_over:
@@ -33,21 +33,21 @@ def test_it_is_always_the_first_part_that_nobody_has(seed: int) -> None:
             leases.finish(part, worker)
 
 
-def test_many_parts_are_given_out_as_fast_as_few() -> None:
+def test_many_parts_are_assigned_quickly() -> None:
     leases = Leases(60_000)
     began = time.monotonic()
     while (part := leases.take(1)) is not None:
         leases.finish(part, 1)
     assert leases.is_over
-    assert not leases.done, "a pass that is over takes no memory"
-    assert time.monotonic() - began < 10.0, "0.1 s, and not minutes as by a search for each"
+    assert not leases.done, "a finished pass takes no memory"
+    assert time.monotonic() - began < 10.0, "it takes 0.1 s, and would take minutes with a search for each part"
 
 
 @pytest.mark.parametrize(
     ("done", "ranges"),
     [(set(), []), ({0}, [(0, 1)]), ({3, 1, 2}, [(1, 4)]), ({0, 2, 3, 7}, [(0, 1), (2, 4), (7, 8)])],
 )
-def test_what_is_done_is_said_as_ranges(done: set[int], ranges: list[tuple[int, int]]) -> None:
+def test_finished_parts_are_written_as_ranges(done: set[int], ranges: list[tuple[int, int]]) -> None:
     leases = Leases(8)
     for part in done:
         leases.finish(part, 1)
@@ -56,38 +56,38 @@ def test_what_is_done_is_said_as_ranges(done: set[int], ranges: list[tuple[int, 
 
 
 @pytest.mark.parametrize("done", [[[0, 9]], [[-1, 2]], [[2, 2]], [[0, 1 << 60]], [["0", "1"]], [[0]], [1], 1])
-def test_ranges_that_are_none_are_refused(done: list[list[int]]) -> None:
-    said = {"applied": [], "done": 0, "passes": {"p": [8, done]}}
+def test_invalid_ranges_are_refused(done: list[list[int]]) -> None:
+    state = {"applied": [], "done": 0, "passes": {"p": [8, done]}}
     with pytest.raises(ValueError, match=r"."):
-        take_said(Shard(ASYNC), said)
+        restore_state(Shard(ASYNC), state)
 
 
 def test_a_pass_has_no_more_parts_than_a_server_can_remember() -> None:
-    with pytest.raises(ValueError, match="no parts of"):
+    with pytest.raises(ValueError, match="wanted a range of the"):
         leases_of(MAX_PARTS + 1, [(0, MAX_PARTS + 1)])
 
 
-def test_a_shard_says_in_few_words_what_is_done_and_believes_it() -> None:
+def test_the_state_of_finished_parts_is_small_and_can_be_restored() -> None:
     shard, copy = Shard(ASYNC), Shard(ASYNC)
     shard.passes = {f"data.{number}": leases_of(300_000, [(0, 300_000)]) for number in range(3)}
     shard.passes["data.3"] = leases_of(300_000, [(0, 1000), (2000, 2001)])
-    words = json.dumps(said_of(shard))
-    assert len(words) < 1000
-    take_said(copy, json.loads(words))
+    text = json.dumps(state_of(shard))
+    assert len(text) < 1000
+    restore_state(copy, json.loads(text))
     assert copy.passes == shard.passes
     assert copy.passes["data.3"].take(1) == 1000
 
 
-def test_who_is_missing_is_told_as_long_as_somebody_waits(caplog: pytest.LogCaptureFixture) -> None:
-    missing = Missing(0)
+def test_missing_workers_are_logged_while_others_wait(caplog: pytest.LogCaptureFixture) -> None:
+    missing = MissingWorkers(0)
     for now in (0.0, 5.0, 10.0, 12.0, 20.0):
-        missing.look([1], now)
-    missing.look([1, 3], 21.0)
-    missing.look([1, 3], 31.0)
-    missing.look([], 32.0)
-    assert missing.tell_at == float("inf")
-    missing.look([3], 40.0)
-    missing.look([3], 90.0)  # nobody has waited for long: that is another wait
+        missing.update([1], now)
+    missing.update([1, 3], 21.0)
+    missing.update([1, 3], 31.0)
+    missing.update([], 32.0)
+    assert missing.report_at == float("inf")
+    missing.update([3], 40.0)
+    missing.update([3], 90.0)  # after a long interval without a waiting worker, this is a new wait
     assert [record.getMessage() for record in caplog.records] == [
         "shard 0 waits; missing: worker 1 (10 s)",
         "shard 0 waits; missing: worker 1 (20 s)",

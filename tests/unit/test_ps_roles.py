@@ -1,4 +1,4 @@
-"""What a process of a parameter-server job is told, and what its functions are given, must make sense."""
+"""Roles in the environment, and arguments of the functions for scripts, are validated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_runtime.ps.roles import role_of
 WORKER = {"TRAINING_ROLE": "TRAINER", "PADDLE_PSERVERS_IP_PORT_LIST": "10.0.0.1:6170", "PADDLE_TRAINERS_NUM": "2"}
 
 
-def test_a_worker_is_one_of_those_that_are_described() -> None:
+def test_a_worker_index_is_below_the_number_of_workers() -> None:
     assert role_of({**WORKER, "PADDLE_TRAINER_ID": "1"}).index == 1
     with pytest.raises(RuntimeError, match="PADDLE_TRAINER_ID must be from 0 to 1, as PADDLE_TRAINERS_NUM is 2, not 2"):
         role_of({**WORKER, "PADDLE_TRAINER_ID": "2"})
@@ -21,7 +21,7 @@ def test_a_worker_is_one_of_those_that_are_described() -> None:
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     described = {**WORKER, "PADDLE_TRAINER_ID": "0"}
     assert role_of({**described, "ELASTIC_AGENT_PS_SECRET": "0123456789abcdef"}).secret == b"0123456789abcdef"
-    assert role_of({**described, "ELASTIC_AGENT_PS_SECRET": ""}).secret == b"", "as if it were not set"
+    assert role_of({**described, "ELASTIC_AGENT_PS_SECRET": ""}).secret == b"", "an empty secret counts as not set"
     with pytest.raises(RuntimeError, match="ELASTIC_AGENT_PS_SECRET must have 16 characters or more, not 6") as refused:
         role_of({**described, "ELASTIC_AGENT_PS_SECRET": "hunter"})
     assert "hunter" not in str(refused.value)
@@ -41,6 +41,6 @@ def test_a_secret_that_can_be_guessed_is_refused() -> None:
         (lambda: ps.shrink(1 << 63), ValueError),
     ],
 )
-def test_what_no_server_understands_is_not_sent(ask: Callable[[], object], error: type[Exception]) -> None:
+def test_invalid_arguments_are_not_sent(ask: Callable[[], object], error: type[Exception]) -> None:
     with pytest.raises(error, match=r"must be"):
         ask()

@@ -1,4 +1,4 @@
-"""What a server decides: each push counts once, common steps wait for all who are here, and who is ahead waits."""
+"""Decisions of a shard: each push counts once, common steps wait for all workers, and workers ahead of others wait."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def shard_with(mode: Mode, *authors: Author) -> Shard:
     shard = Shard(mode)
     shard.declare(COUNTS)
     for author in authors:
-        shard.pace.join(author.worker)
+        shard.progress.join(author.worker)
     return shard
 
 
 def push_of(step: int, *ids: int, value: float = 1.0, weight: float = 1.0) -> Push:
-    """Adds `value` to each id."""
+    """A push that adds `value` to each id."""
     return Push(step, weight, (Gradients(0, torch.tensor(ids), torch.full((len(ids), 1), value)),))
 
 
@@ -68,7 +68,7 @@ def test_of_each_worker_only_the_newest_process_is_remembered() -> None:
     assert shard.applied == {B: 7, A._replace(incarnation=99): 1}
 
 
-def test_what_an_earlier_process_of_a_worker_has_sent_is_dropped_with_it() -> None:
+def test_waiting_pushes_of_an_earlier_process_are_dropped() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(A, push_of(1, 1, value=100.0), NOW_S))
     again = A._replace(incarnation=2)
@@ -78,7 +78,7 @@ def test_what_an_earlier_process_of_a_worker_has_sent_is_dropped_with_it() -> No
     assert counts(shard, 1) == [1.0]
 
 
-def test_a_common_step_is_the_weighted_mean_of_all_who_are_here() -> None:
+def test_a_common_step_is_the_weighted_mean_of_all_workers() -> None:
     shard = shard_with(SYNC, A, B)
     assert do(shard, shard.push(A, push_of(1, 1, 2, value=6.0, weight=3.0), NOW_S)) == 0
     assert not shard.is_answered(1)
@@ -88,7 +88,7 @@ def test_a_common_step_is_the_weighted_mean_of_all_who_are_here() -> None:
     assert counts(shard, 1, 2, 3) == [4.5, 5.0, 0.5]
 
 
-def test_a_worker_that_leaves_is_waited_for_no_more_and_what_it_sent_of_this_step_is_dropped() -> None:
+def test_a_worker_that_leaves_is_not_waited_for_and_its_waiting_push_is_dropped() -> None:
     shard = shard_with(SYNC, A, B, C)
     do(shard, shard.push(A, push_of(1, 1), NOW_S))
     do(shard, shard.push(C, push_of(1, 1, value=100.0), NOW_S))
@@ -100,14 +100,14 @@ def test_a_worker_that_leaves_is_waited_for_no_more_and_what_it_sent_of_this_ste
     assert counts(shard, 1) == [2.0]
 
 
-def test_a_worker_that_comes_begins_with_the_step_that_the_others_are_at() -> None:
+def test_a_new_worker_begins_with_the_current_step() -> None:
     shard = shard_with(SYNC, A)
     for step in (1, 2, 3):
         do(shard, shard.push(A, push_of(step, 1), NOW_S))
-    assert shard.pace.join(B.worker) == 3
+    assert shard.progress.join(B.worker) == 3
     assert do(shard, shard.push(A, push_of(4, 1), NOW_S)) == 0
     assert do(shard, shard.push(B, push_of(4, 1), NOW_S)) == 1
-    assert shard.pace.done == 4
+    assert shard.progress.done == 4
 
 
 def test_a_push_for_a_step_that_is_over_is_left_out_and_the_answer_says_so() -> None:
@@ -118,42 +118,42 @@ def test_a_push_for_a_step_that_is_over_is_left_out_and_the_answer_says_so() -> 
     assert (shard.is_left_out(A, 1), shard.is_left_out(B, 1)) == (False, True)
     assert counts(shard, 1) == [1.0]
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
-    assert not shard.is_left_out(A, 1), "it was sent again, and is contained"
+    assert not shard.is_left_out(A, 1), "the push was sent again and is contained"
 
 
-def test_the_workers_of_a_job_begin_together_and_who_does_not_come_in_time_is_left_behind() -> None:
+def test_workers_begin_together_and_continue_without_late_ones() -> None:
     shard = shard_with(SYNC)
     shard.expect(3, begins=True)
     assert shard.join(A) == 0
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
-    assert shard.pace.wake_at == math.inf, "nobody has waited yet"
-    shard.pace.limit(60.0)
+    assert shard.progress.wake_at == math.inf, "no worker has waited yet"
+    shard.progress.limit_wait(60.0)
     assert shard.join(B) == 0
     assert do(shard, shard.push(B, push_of(1, 1), NOW_S)) == 0
-    shard.pace.limit(70.0)
-    assert (shard.pace.wake_at, shard.pace.late(59.9), shard.pace.late(60.0)) == (60.0, [], [2])
+    shard.progress.limit_wait(70.0)
+    assert (shard.progress.wake_at, shard.progress.overdue(59.9), shard.progress.overdue(60.0)) == (60.0, [], [2])
     assert do(shard, shard.leave(2, NOW_S)) == 1
     assert counts(shard, 1) == [1.0]
-    assert shard.pace.wake_at == math.inf
-    assert shard.join(C) == 1, "it begins with the step that the others are at"
+    assert shard.progress.wake_at == math.inf
+    assert shard.join(C) == 1, "it begins with the current step of the others"
 
 
 def test_a_worker_whose_connection_has_ended_is_waited_for_and_its_push_counts() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(B, push_of(1, 1, value=3.0), NOW_S))
-    shard.pace.lose(B.worker, 5.0)
+    shard.progress.disconnect(B.worker, 5.0)
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 1
     assert counts(shard, 1) == [2.0]
-    assert do(shard, shard.push(A, push_of(2, 1), NOW_S)) == 0, "it has a while to come again"
+    assert do(shard, shard.push(A, push_of(2, 1), NOW_S)) == 0, "it has a grace period to connect again"
     assert shard.join(B) == 1
-    assert shard.pace.late(100.0) == []
+    assert shard.progress.overdue(100.0) == []
     assert do(shard, shard.push(B, push_of(2, 1), NOW_S)) == 1
 
 
-def test_what_a_process_had_sent_of_a_step_that_is_not_whole_its_successor_sends() -> None:
+def test_a_successor_sends_the_push_of_an_incomplete_step_again() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(B, push_of(1, 1, value=100.0), NOW_S))
-    shard.pace.lose(B.worker, 5.0)
+    shard.progress.disconnect(B.worker, 5.0)
     successor = B._replace(incarnation=2)
     assert shard.join(successor) == 0
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
@@ -162,14 +162,14 @@ def test_what_a_process_had_sent_of_a_step_that_is_not_whole_its_successor_sends
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_who_leaves_or_rests_is_not_waited_for_when_its_connection_ends(leaves: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_worker_that_has_left_or_rests_is_not_waited_for(leaves: bool) -> None:  # noqa: FBT001 - a parameter
     shard = shard_with(SYNC, A, B)
     (shard.leave if leaves else shard.rest)(B.worker, NOW_S)
-    shard.pace.lose(B.worker, 5.0)
+    shard.progress.disconnect(B.worker, 5.0)
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 1
 
 
-def test_after_a_failover_a_step_waits_for_those_that_had_made_steps() -> None:
+def test_after_a_failover_a_step_waits_for_workers_that_had_made_steps() -> None:
     shard, replica = shard_with(SYNC, A, B), shard_with(SYNC)
     for author in (A, B):
         for change in shard.push(author, push_of(1, 1), NOW_S):
@@ -178,10 +178,10 @@ def test_after_a_failover_a_step_waits_for_those_that_had_made_steps() -> None:
     assert replica.join(A) == 1
     assert do(replica, replica.push(A, push_of(2, 1), NOW_S)) == 0
     assert replica.join(B) == 1
-    assert do(replica, replica.push(B, push_of(2, 1), NOW_S)) == 1, "the third was never there"
+    assert do(replica, replica.push(B, push_of(2, 1), NOW_S)) == 1, "the third worker has never joined"
 
 
-def test_who_may_be_ahead_waits_for_those_that_have_not_begun_and_after_a_failover_for_the_slowest() -> None:
+def test_a_bounded_worker_waits_for_new_workers_and_after_a_failover_for_the_slowest() -> None:
     shard = shard_with(Mode(ahead=1))
     shard.expect(2, begins=True)
     for step in (1, 2):
@@ -193,7 +193,7 @@ def test_who_may_be_ahead_waits_for_those_that_have_not_begun_and_after_a_failov
     follows = shard_with(Mode(ahead=1))
     follows.applied = {**shard.applied, A._replace(incarnation=0): 9}
     follows.expect(2, begins=False)
-    assert follows.pace.steps == {0: 1, 1: 1}
+    assert follows.progress.steps == {0: 1, 1: 1}
     do(follows, follows.push(A, push_of(3, 1), NOW_S))
     assert not follows.is_answered(3)
     do(follows, follows.leave(B.worker, NOW_S))
@@ -201,8 +201,8 @@ def test_who_may_be_ahead_waits_for_those_that_have_not_begun_and_after_a_failov
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_connections_break_common_steps_lose_nothing_of_workers_that_come_again(seed: int) -> None:
-    """And servers: each worker sends what was not answered once more, to the copy that takes the place."""
+def test_broken_connections_lose_no_pushes_of_workers_that_reconnect(seed: int) -> None:
+    """Servers are lost too: each worker sends its unanswered push again to the replica that becomes the primary."""
     chance = random.Random(seed)
     shard, replica = shard_with(SYNC), shard_with(SYNC)
     shard.expect(3, begins=True)
@@ -222,18 +222,18 @@ def test_whatever_connections_break_common_steps_lose_nothing_of_workers_that_co
             replica.apply(change)
         if chance.random() < 0.1:
             here.discard(author)
-            shard.pace.lose(author.worker, 5.0)
+            shard.progress.disconnect(author.worker, 5.0)
         if chance.random() < 0.03:
             shard, replica = replica, shard_with(SYNC)
             replica.tables[0].put(shard.tables[0].changed_since(0))
-            replica.applied, replica.pace.done = dict(shard.applied), shard.pace.done
+            replica.applied, replica.progress.done = dict(shard.applied), shard.progress.done
             shard.expect(3, begins=not shard.applied)
             here.clear()
-    assert shard.pace.done > 10
-    assert counts(shard, 0, 1, 2) == pytest.approx([shard.pace.done / 3] * 3, rel=1e-4)
+    assert shard.progress.done > 10
+    assert counts(shard, 0, 1, 2) == pytest.approx([shard.progress.done / 3] * 3, rel=1e-4)
 
 
-def test_another_run_begins_its_passes_anew_and_a_pass_has_one_number_of_parts() -> None:
+def test_another_run_restarts_its_passes_and_a_pass_has_one_number_of_parts() -> None:
     shard = Shard(ASYNC)
     assert shard.lease("a/data.1", 1, None, 0) == PART
     assert shard.lease("a/data.1", 1, 0, 0) == ALL_DONE
@@ -244,14 +244,14 @@ def test_another_run_begins_its_passes_anew_and_a_pass_has_one_number_of_parts()
     assert [*shard.passes] == ["b/data.1"]
 
 
-def test_a_copy_forgets_the_passes_of_earlier_runs_as_its_primary_does() -> None:
+def test_a_replica_drops_the_passes_of_earlier_runs_as_its_primary_does() -> None:
     copy = Shard(ASYNC)
     copy.pass_of("a/data.1", 3).finish(1, -1)
     copy.pass_of("b/data.1", 3)
     assert [*copy.passes] == ["b/data.1"]
 
 
-def test_one_that_skips_steps_holds_up_none_of_them() -> None:
+def test_a_worker_that_skips_steps_blocks_none_of_them() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(B, push_of(4, 1), NOW_S))
     for step in (1, 2, 3):
@@ -259,24 +259,24 @@ def test_one_that_skips_steps_holds_up_none_of_them() -> None:
     assert do(shard, shard.push(A, push_of(4, 1), NOW_S)) == 1
 
 
-def test_who_is_too_far_ahead_waits_for_the_slowest() -> None:
-    pace = WorkerProgress(Mode(ahead=2))
-    pace.join(0)
-    pace.join(1)
-    pace.note(0, 2)
-    assert pace.may_go_on(2)
-    pace.note(0, 3)
-    assert not pace.may_go_on(3)
-    pace.note(1, 1)
-    assert pace.may_go_on(3)
-    pace.leave(1)
-    pace.note(0, 100)
-    assert pace.may_go_on(100)
+def test_a_worker_too_far_ahead_waits_for_the_slowest() -> None:
+    progress = WorkerProgress(Mode(ahead=2))
+    progress.join(0)
+    progress.join(1)
+    progress.record_step(0, 2)
+    assert progress.may_continue(2)
+    progress.record_step(0, 3)
+    assert not progress.may_continue(3)
+    progress.record_step(1, 1)
+    assert progress.may_continue(3)
+    progress.leave(1)
+    progress.record_step(0, 100)
+    assert progress.may_continue(100)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_however_pushes_are_lost_and_sent_again_each_counts_once(seed: int) -> None:
-    """Workers repeat what was not answered; a server is lost, and its copy takes its place."""
+    """Workers repeat unanswered pushes; a server is lost, and its replica becomes the primary."""
     chance = random.Random(seed)
     shard, replica = shard_with(ASYNC), shard_with(ASYNC)
     sent = dict.fromkeys((A, B, C), 0)
@@ -288,9 +288,9 @@ def test_however_pushes_are_lost_and_sent_again_each_counts_once(seed: int) -> N
         for change in shard.push(author, push_of(sent[author], author.worker, 9), NOW_S):
             shard.apply(change)
             replica.apply(change)
-        if chance.random() < 0.7:  # it is answered
+        if chance.random() < 0.7:  # the push is answered
             done[author] = sent[author]
-        if chance.random() < 0.05:  # the server is lost after that, or before
+        if chance.random() < 0.05:  # the server is lost before or after the answer
             shard, replica = replica, shard_with(ASYNC)
             replica.tables[0].put(shard.tables[0].changed_since(0))
             replica.applied = dict(shard.applied)
@@ -298,7 +298,7 @@ def test_however_pushes_are_lost_and_sent_again_each_counts_once(seed: int) -> N
 
 
 def test_changes_in_the_same_order_make_the_same_rows() -> None:
-    """Ids that are rare and have no row yet included: who decides has counted them."""
+    """Including ids that are too rare to have a row: the primary has counted them."""
     spec = TableSpec("t", 4, Adam(0.1), admit_after=3)
     one, other = Shard(ASYNC), Shard(ASYNC)
     one.declare(spec)
@@ -314,32 +314,32 @@ def test_changes_in_the_same_order_make_the_same_rows() -> None:
     assert torch.equal(one.tables[0].pull(everything), other.tables[0].pull(everything))
 
 
-def test_a_table_that_is_declared_otherwise_is_refused() -> None:
+def test_a_table_that_is_declared_differently_is_refused() -> None:
     shard = shard_with(ASYNC)
     assert shard.declare(COUNTS) == 0
     with pytest.raises(ValueError, match="table 'counts' was declared as"):
         shard.declare(TableSpec("counts", 2, SGD(0.1)))
 
 
-def test_a_push_says_its_learning_rate_and_a_table_with_another_one_is_the_same() -> None:
+def test_a_push_sets_its_learning_rate_and_a_table_with_another_one_is_the_same() -> None:
     shard = Shard(ASYNC)
     shard.declare(TableSpec("t", 1, SGD(1.0), initial="zeros"))
-    assert shard.declare(TableSpec("t", 1, SGD(0.1), initial="zeros")) == 0, "a worker that was started again later"
+    assert shard.declare(TableSpec("t", 1, SGD(0.1), initial="zeros")) == 0, "as of a worker that was restarted later"
     ids, ones = torch.tensor([1]), torch.ones(1, 1)
     for step, lr in enumerate((None, 0.5, 0.25), 1):
         do(shard, shard.push(A, Push(step, 1.0, (Gradients(0, ids, ones, lr),)), NOW_S))
     assert counts(shard, 1) == [-1.75]
 
 
-def test_values_begin_rows_that_are_not_there_and_no_others() -> None:
+def test_initial_values_are_set_only_for_missing_rows() -> None:
     shard = shard_with(ASYNC)
     values = Gradients(0, torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
     do(shard, shard.push(A, push_of(1, 2), NOW_S))
-    do(shard, [ShardChange((), (values,), NOW_S, begins=True)] * 2)
+    do(shard, [ShardChange((), (values,), NOW_S, initializes=True)] * 2)
     assert counts(shard, 1, 2) == [10.0, 1.0]
 
 
-# On the wire
+# Messages
 
 
 @pytest.mark.parametrize("dims", [(), (1,), (3,), (1, 4, 3)])
@@ -364,19 +364,19 @@ def test_a_push_is_read_as_it_was_written(dims: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("pushed", "why"),
     [
-        (push_of(1, 2, 1), "ids must grow"),
-        (push_of(1, 1, 1), "ids must grow"),
-        (push_of(1, -(1 << 63)), "none of"),
+        (push_of(1, 2, 1), "wanted sorted, distinct ids"),
+        (push_of(1, 1, 1), "wanted sorted, distinct ids"),
+        (push_of(1, -(1 << 63)), "other than"),
         (push_of(1, 1, weight=math.nan), "weight nan"),
         (push_of(1, 1, weight=-1.0), "weight -1.0"),
     ],
 )
-def test_a_push_that_makes_no_sense_breaks_the_connection(pushed: Push, why: str) -> None:
+def test_an_invalid_push_is_refused(pushed: Push, why: str) -> None:
     with pytest.raises(BrokenError, match=why):
         parse_push(bytearray(b"".join(bytes(piece) for piece in pushed.body())), 1, lambda _: 1)
 
 
-def test_a_header_that_was_damaged_is_known() -> None:
+def test_a_damaged_header_is_detected() -> None:
     header = Header(MessageKind.PUSH, 3, 4, 5, 6)
     packed = header.pack()
     assert parse_header(packed) == header

@@ -1,4 +1,4 @@
-"""A parameter server that is told to end by a signal ends, whenever the signal comes."""
+"""A parameter server stops on a signal, whenever the signal arrives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import os, signal, socket
 from trainer_runtime.ps.server import ParameterServer
 
 class Left(set):
-    def __len__(self):  # asked while it is looked whether all have left
+    def __len__(self):  # called while `wait` checks whether all workers have left
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 
@@ -25,6 +25,6 @@ server.close()
 """
 
 
-def test_also_between_the_last_look_and_the_wait() -> None:
+def test_a_signal_between_the_check_and_the_wait_is_not_lost() -> None:
     path = str(Path(__file__).parents[2])
     subprocess.run([sys.executable, "-c", ENDS], env={**os.environ, "PYTHONPATH": path}, check=True, timeout=30)

@@ -1,4 +1,4 @@
-"""Rows by id: found again, begun alike everywhere, changed as torch's optimizers change them, and dropped."""
+"""Tables: rows are found by id, initialized equally everywhere, updated as by torch's optimizers, and dropped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_index_grows_to_many_ids_that_share_buckets() -> None:
     assert (index.find(ids + 1) == ABSENT).all()
 
 
-def test_ids_in_a_row_are_spread_over_the_slots() -> None:
+def test_consecutive_ids_are_spread_over_the_slots() -> None:
     counts = torch.bincount(slots_of(torch.arange(100 * SLOTS)), minlength=SLOTS)
     assert len(counts) == SLOTS
     assert 50 < counts.min() <= counts.max() < 150
@@ -76,13 +76,13 @@ def test_any_number_of_wide_rows_is_changed_at_once(count: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
-def test_a_table_and_its_rule_are_told_in_json(rule: Rule) -> None:
+def test_a_table_and_its_rule_round_trip_through_json(rule: Rule) -> None:
     spec = TableSpec("t", 4, rule, initial="normal", scale=0.5, seed=3, admit_after=2, max_rows=100)
     assert spec_of(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize(
-    "told",
+    "record",
     [
         {},
         {"name": "t", "dim": 4, "rule": {"kind": "none"}},
@@ -91,13 +91,13 @@ def test_a_table_and_its_rule_are_told_in_json(rule: Rule) -> None:
         {"name": "t", "dim": 4, "rule": {"kind": "sgd", "lr": 1}, "initial": "large"},
     ],
 )
-def test_what_describes_no_table_is_refused(told: dict[str, object]) -> None:
+def test_an_invalid_description_of_a_table_is_refused(record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        spec_of(told)
+        spec_of(record)
 
 
 @pytest.mark.parametrize("initial", ["zeros", "uniform", "normal"])
-def test_what_a_row_begins_with_follows_from_seed_table_and_id(initial: str) -> None:
+def test_initial_rows_depend_only_on_seed_table_and_id(initial: str) -> None:
     spec = TableSpec("t", 8, SGD(0.1), initial=initial, scale=0.5)
     ids = torch.arange(10_000)
     rows = spec.initial_rows(ids)
@@ -165,7 +165,7 @@ def test_an_id_has_no_row_until_it_was_pushed_often_enough() -> None:
     assert len(table) == 1
 
 
-def test_rows_that_nobody_touches_are_dropped_and_their_place_is_used_again() -> None:
+def test_old_rows_are_dropped_and_their_memory_is_used_again() -> None:
     table = Table(TableSpec("t", 4, SGD(1.0)))
     old, new = torch.arange(100), torch.arange(100, 150)
     table.apply(old, torch.ones(100, 4), NOW_S)
@@ -180,7 +180,7 @@ def test_rows_that_nobody_touches_are_dropped_and_their_place_is_used_again() ->
     torch.testing.assert_close(table.pull(old), table.spec.initial_rows(old) - 1)
 
 
-def test_a_table_that_is_full_drops_what_was_not_touched_for_longest() -> None:
+def test_a_full_table_drops_the_rows_that_were_not_touched_for_longest() -> None:
     table = Table(TableSpec("t", 4, SGD(1.0), max_rows=10))
     for number in range(10):
         table.apply(ids_of(number), torch.ones(1, 4), NOW_S)
@@ -192,8 +192,8 @@ def test_a_table_that_is_full_drops_what_was_not_touched_for_longest() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
-def test_what_was_handed_on_trains_on_alike(rule: Rule) -> None:
-    """All rows first, and then those that have changed since."""
+def test_a_copied_table_trains_equally(rule: Rule) -> None:
+    """All rows are copied first, then the rows that changed since."""
     torch.manual_seed(0)
     one, other = Table(TableSpec("t", 4, rule)), Table(TableSpec("t", 4, rule))
     version = 0
@@ -212,6 +212,6 @@ def test_what_was_handed_on_trains_on_alike(rule: Rule) -> None:
     assert torch.equal(one.pull(everything), other.pull(everything))
 
 
-def test_settings_of_a_rule_that_are_none_are_refused() -> None:
+def test_unknown_rules_are_refused() -> None:
     with pytest.raises(ValueError, match="no rule 'adam2'; there are sum, sgd"):
         rule_of({"kind": "adam2", "lr": 1})

@@ -1,4 +1,4 @@
-"""What comes over the wire: memory is taken as bytes come, and what is no table, no row and no change is refused."""
+"""Messages: memory is used only as data arrives, and invalid tables, rows and changes are refused."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from authority import Authority
 from trainer_runtime import tls
 from trainer_runtime.ps.arena import Arena
 from trainer_runtime.ps.frames import (
-    MAX_BODY,
+    MAX_BODY_BYTES,
     BrokenError,
     FrameConnection,
     Header,
     MessageKind,
-    admit,
     bytes_of,
-    introduce,
+    client_handshake,
+    server_handshake,
 )
 from trainer_runtime.ps.leases import Leases
-from trainer_runtime.ps.persistence import take_said
-from trainer_runtime.ps.replica_receiver import receive_rows, take_change
+from trainer_runtime.ps.persistence import restore_state
+from trainer_runtime.ps.replica_receiver import parse_change, receive_rows
 from trainer_runtime.ps.rules import Adam, Sum
 from trainer_runtime.ps.shard import Shard
 from trainer_runtime.ps.table import TableSpec, spec_of
@@ -50,13 +50,13 @@ def ends() -> Iterator[tuple[FrameConnection, FrameConnection]]:
 
 @pytest.fixture
 def sealed(ends: tuple[FrameConnection, FrameConnection], tmp_path: Path) -> tuple[FrameConnection, FrameConnection]:
-    """The same by TLS."""
+    """The same connection with TLS."""
     files = Authority(tmp_path).files("both", "127.0.0.1")
     here, there = ends
     called = TlsChannel(tls.accepting(files, callers=ssl.CERT_REQUIRED), is_called=True)
     other = Other(lambda: there.encrypt(called))
     here.encrypt(TlsChannel(tls.dialling(files, names_host=True), host="127.0.0.1"))
-    assert other.came() is None
+    assert other.result() is None
     return here, there
 
 
@@ -65,43 +65,43 @@ VERSION = b"elastic-agent servers 2"
 
 
 class Other(threading.Thread):
-    """The other end's part of a handshake, on a thread of its own."""
+    """Runs the other end's part of a handshake on a thread of its own."""
 
     def __init__(self, part: Callable[[], object]) -> None:
         super().__init__()
         self._part = part
-        self._came: object = None
+        self._result: object = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._came = self._part()
+            self._result = self._part()
         except BrokenError as broken:
-            self._came = broken
+            self._result = broken
 
-    def came(self) -> object:
+    def result(self) -> object:
         self.join(60.0)
-        return self._came
+        return self._result
 
 
 def test_both_ends_prove_that_they_know_the_secret(ends: tuple[FrameConnection, FrameConnection]) -> None:
     here, there = ends
-    other = Other(lambda: admit(there, SECRET))
-    introduce(here, SECRET, {"worker": 3})
-    assert other.came() == {"worker": 3}
+    other = Other(lambda: server_handshake(there, SECRET))
+    client_handshake(here, SECRET, {"worker": 3})
+    assert other.result() == {"worker": 3}
 
 
-def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
+def test_a_caller_without_the_secret_receives_only_a_nonce(
     ends: tuple[FrameConnection, FrameConnection],
 ) -> None:
-    """Whatever it says is in no proof that it gets."""
+    """The server signs nothing that such a caller sends."""
     here, there = ends
-    other = Other(lambda: admit(there, SECRET))
-    words = b'{"worker": 0}'
-    here.say(VERSION + b"n" * 32)
+    other = Other(lambda: server_handshake(there, SECRET))
+    hello = b'{"worker": 0}'
+    here.send_raw(VERSION + b"n" * 32)
     here.receive_bytes(32)
-    here.say(len(words).to_bytes(4, "little") + b"p" * 32 + words)
-    assert str(other.came()) == "the caller does not know this job's secret"
+    here.send_raw(len(hello).to_bytes(4, "little") + b"p" * 32 + hello)
+    assert str(other.result()) == "the caller does not know this job's secret"
     there.close()
     with pytest.raises(BrokenError):
         here.receive_bytes(1)
@@ -110,47 +110,45 @@ def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
 @pytest.mark.parametrize("is_reflected", [False, True], ids=["made up", "the caller's own"])
 def test_a_server_must_prove_itself_too(ends: tuple[FrameConnection, FrameConnection], *, is_reflected: bool) -> None:
     here, there = ends
-    other = Other(lambda: introduce(here, SECRET, {}))
+    other = Other(lambda: client_handshake(here, SECRET, {}))
     there.receive_bytes(len(VERSION) + 32)
-    there.say(b"n" * 32)
+    there.send_raw(b"n" * 32)
     proof = there.receive_bytes(4 + 32 + 2)[4:36]
-    there.say(proof if is_reflected else b"p" * 32)
-    assert str(other.came()) == "it does not know this job's secret"
+    there.send_raw(proof if is_reflected else b"p" * 32)
+    assert str(other.result()) == "it does not know this job's secret"
 
 
-def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[FrameConnection, FrameConnection]) -> None:
-    """Somebody recorded a caller that was let in, and says the same again."""
+def test_a_proof_is_not_valid_on_another_connection(ends: tuple[FrameConnection, FrameConnection]) -> None:
+    """An attacker has recorded the handshake of a caller, and sends it again."""
     here, there = ends
-    said: list[bytes] = []
+    recorded: list[bytes] = []
     with (
-        patch.object(here, "say", side_effect=said.append),
+        patch.object(here, "send_raw", side_effect=recorded.append),
         patch.object(here, "receive_bytes", return_value=b"n" * 32),
         pytest.raises(BrokenError),
     ):
-        introduce(here, SECRET, {})
-    other = Other(lambda: admit(there, SECRET))
-    for each in said:
-        here.say(each)
-    assert str(other.came()) == "the caller does not know this job's secret"
+        client_handshake(here, SECRET, {})
+    other = Other(lambda: server_handshake(there, SECRET))
+    for each in recorded:
+        here.send_raw(each)
+    assert str(other.result()) == "the caller does not know this job's secret"
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("sent", "why"),
     [
         (b"elastic-agent servers 1" + b"n" * 32, "it speaks another version"),
-        (VERSION + b"n" * 32 + b"\xff" * 4, "a hello that is too long"),
+        (VERSION + b"n" * 32 + b"\xff" * 4, "the hello is too long"),
     ],
 )
-def test_what_begins_no_handshake_is_sent_away(
-    ends: tuple[FrameConnection, FrameConnection], said: bytes, why: str
-) -> None:
+def test_an_invalid_handshake_is_refused(ends: tuple[FrameConnection, FrameConnection], sent: bytes, why: str) -> None:
     here, there = ends
-    here.say(said)
+    here.send_raw(sent)
     with pytest.raises(BrokenError, match=why):
-        admit(there, SECRET)
+        server_handshake(there, SECRET)
 
 
-def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(
+def test_a_body_that_does_not_arrive_takes_no_memory(
     ends: tuple[FrameConnection, FrameConnection],
 ) -> None:
     here, there = ends
@@ -158,13 +156,13 @@ def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(
     here.close()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BrokenError, match="closed"):
-        there.receive_body(MAX_BODY)
+        there.receive_body(MAX_BODY_BYTES)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert 1024 * (after - before) < MAX_BODY / 16, "the most that was ever resident, in KiB"
+    assert 1024 * (after - before) < MAX_BODY_BYTES / 16, "ru_maxrss is in KiB"
 
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 10_000_001])
-def test_a_body_comes_whole_whatever_its_length(ends: tuple[FrameConnection, FrameConnection], length: int) -> None:
+def test_a_body_of_any_length_arrives_complete(ends: tuple[FrameConnection, FrameConnection], length: int) -> None:
     here, there = ends
     body = bytes(range(256)) * (length // 256) + bytes(length % 256)
     sender = threading.Thread(target=here.send, args=(Header(MessageKind.PUSH, length=length), body))
@@ -182,7 +180,7 @@ def test_a_body_may_be_of_more_pieces_than_a_system_call_takes(ends: tuple[Frame
 
 
 @pytest.mark.parametrize("length", [0, 1, 16384, 10_000_001])
-def test_by_tls_bodies_come_whole_in_both_directions_at_once(
+def test_tls_bodies_arrive_complete_in_both_directions(
     sealed: tuple[FrameConnection, FrameConnection], length: int
 ) -> None:
     body = bytes(range(256)) * (length // 256) + bytes(length % 256)
@@ -201,16 +199,16 @@ def test_by_tls_bodies_come_whole_in_both_directions_at_once(
     assert received == [body, body]
 
 
-def test_by_tls_what_has_come_already_is_found_though_its_socket_is_empty(
+def test_buffered_tls_data_is_found_with_an_empty_socket(
     sealed: tuple[FrameConnection, FrameConnection],
 ) -> None:
     here, there = sealed
-    here.say(b"".join(Header(MessageKind.DONE, sequence=number).pack() for number in range(3)))
+    here.send_raw(b"".join(Header(MessageKind.DONE, sequence=number).pack() for number in range(3)))
     assert [there.receive_header().sequence for _ in range(2)] == [0, 1]
-    assert there.has_more
+    assert there.has_buffered_data
     assert there.wait_readable(0.0)
     assert there.receive_header().sequence == 2
-    assert not there.has_more
+    assert not there.has_buffered_data
     assert not there.wait_readable(0.0)
     here.close()
     with pytest.raises(BrokenError, match="connection closed"):
@@ -242,7 +240,7 @@ SPEC = TableSpec("t", 2, Sum())
     ],
     ids=str,
 )
-def test_what_is_no_table_is_refused(changed: dict[str, object]) -> None:
+def test_an_invalid_table_is_refused(changed: dict[str, object]) -> None:
     assert spec_of(SPEC.to_json()) == SPEC
     with pytest.raises(ValueError, match=r"."):
         spec_of({**SPEC.to_json(), **changed})
@@ -257,7 +255,7 @@ def test_a_wide_table_takes_no_more_at_once_than_a_narrow_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "state",
     [
         {},
         {"applied": 1, "done": 0, "passes": {}},
@@ -271,11 +269,11 @@ def test_a_wide_table_takes_no_more_at_once_than_a_narrow_one() -> None:
     ],
     ids=str,
 )
-def test_what_says_nothing_of_a_shard_changes_nothing(said: dict[str, object]) -> None:
+def test_an_invalid_state_changes_nothing(state: dict[str, object]) -> None:
     shard = Shard(ASYNC)
     with pytest.raises(ValueError, match=r"."):
-        take_said(shard, said)
-    assert (shard.applied, shard.passes, shard.pace.done) == ({}, {}, 0)
+        restore_state(shard, state)
+    assert (shard.applied, shard.passes, shard.progress.done) == ({}, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -292,14 +290,14 @@ def test_what_says_nothing_of_a_shard_changes_nothing(said: dict[str, object]) -
     ],
     ids=str,
 )
-def test_a_change_that_says_nothing_breaks_the_connection(head: object) -> None:
-    words = json.dumps(head).encode()
+def test_an_invalid_change_breaks_the_connection(head: object) -> None:
+    payload = json.dumps(head).encode()
     with pytest.raises(BrokenError):
-        take_change(bytearray(len(words).to_bytes(4, "little") + words), Header(MessageKind.CHANGE), Shard(ASYNC))
+        parse_change(bytearray(len(payload).to_bytes(4, "little") + payload), Header(MessageKind.CHANGE), Shard(ASYNC))
 
 
 @pytest.mark.parametrize("ids", [[1, 1], [-(1 << 63), 1]])
-def test_rows_of_nobody_or_of_one_twice_break_the_connection(
+def test_rows_with_invalid_or_repeated_ids_break_the_connection(
     ends: tuple[FrameConnection, FrameConnection], ids: list[int]
 ) -> None:
     here, there = ends
@@ -307,18 +305,18 @@ def test_rows_of_nobody_or_of_one_twice_break_the_connection(
     shard.declare(SPEC)
     pieces = [bytes_of(torch.tensor(ids)), bytes_of(torch.zeros(2, 2)), bytes_of(torch.zeros(2, dtype=torch.int64))]
     here.send(Header(MessageKind.ROWS, length=48), *pieces)
-    with pytest.raises(BrokenError, match="of nobody"):
+    with pytest.raises(BrokenError, match="invalid id"):
         receive_rows(there, there.receive_header(), shard)
 
 
-def test_a_part_counts_as_trained_wherever_it_is_said() -> None:
-    """Who has which part is not copied: the server that follows believes who says that one is done."""
+def test_a_new_primary_accepts_finished_parts_from_any_worker() -> None:
+    """Holders of parts are not replicated: a new primary accepts a finished part from any worker."""
     follows = Leases(3)
     follows.finish(1, 4)
     assert follows.done == {1}
     assert follows.take(5) == 0
     follows.finish(0, 6)
-    assert follows.done == {1}, "another has it: that one says so"
+    assert follows.done == {1}, "another worker holds the part and will finish it"
     follows.finish(-1, 4)
     follows.finish(3, 4)
     assert follows.done == {1}

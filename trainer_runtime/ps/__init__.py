@@ -1,6 +1,6 @@
-"""Parameter servers: sparse models that are larger than one machine's memory, trained by workers that come and go.
+"""Parameter servers: train sparse models that are larger than one machine's memory, with workers that join and leave.
 
-One script for both kinds of process, as with Paddle's fleet:
+Servers and workers run the same script, as with Paddle's fleet:
 
     from trainer_runtime import ps
 
@@ -24,28 +24,29 @@ from __future__ import annotations
 
 from trainer_runtime.ps.client import NotReadyError
 from trainer_runtime.ps.frames import RefusedError
-from trainer_runtime.ps.job import (
-    data_parts,
-    distributed_optimizer,
+from trainer_runtime.ps.modules import EmbeddingBag, SparseEmbedding
+from trainer_runtime.ps.process import (
     init,
-    init_server,
-    init_worker,
     is_first_worker,
     is_server,
     is_worker,
-    resting,
-    run_server,
-    save,
     server_endpoints,
     server_index,
     server_num,
-    shrink,
-    stop_worker,
     worker_index,
     worker_num,
 )
-from trainer_runtime.ps.modules import EmbeddingBag, SparseEmbedding
 from trainer_runtime.ps.rules import SGD, Adagrad, Adam, RowWiseAdagrad, Rule, Sum
+from trainer_runtime.ps.server_process import init_server, run_server
+from trainer_runtime.ps.worker_process import (
+    data_parts,
+    distributed_optimizer,
+    init_worker,
+    resting,
+    save,
+    shrink,
+    stop_worker,
+)
 from trainer_runtime.ps.worker_progress import ASYNC, SYNC, Mode, bounded, geo
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Rows of numbers in slabs: they grow without being moved, and memory that nobody wrote to is not used."""
+"""An array of rows that grows in slabs: growth moves no rows, and memory that was not written takes no space."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 SLAB_ROWS = 1 << 18
 _SLAB_NUMBERS = 1 << 28
-"""At most: rows that are very wide come in smaller slabs."""
+"""Maximum numbers in a slab: very wide rows have smaller slabs."""
 
 
 class Arena:
-    """Rows of so many numbers, by their number from 0 on."""
+    """Rows of `columns` numbers, addressed by their number from 0 on."""
 
     def __init__(self, columns: int, dtype: torch.dtype = torch.float32, slab_rows: int = SLAB_ROWS) -> None:
         self.columns = columns
@@ -21,12 +21,12 @@ class Arena:
         self._slabs: list[torch.Tensor] = []
 
     def reserve(self, rows: int) -> None:
-        """Let there be room for so many. What they hold is not defined."""
+        """Make room for so many rows. The content of new rows is undefined."""
         while len(self._slabs) * self._slab_rows < rows:
             self._slabs.append(torch.empty(self._slab_rows, self.columns, dtype=self._dtype))
 
     def read(self, rows: torch.Tensor, columns: int | None = None) -> torch.Tensor:
-        """A copy of rows: (rows, columns), of the first so many columns."""
+        """Return a copy of rows, (rows, columns); with `columns` only of the first columns."""
         wanted = columns or self.columns
         out = torch.empty(len(rows), wanted, dtype=self._dtype)
         for slab, here, inside in self._parts(rows):
@@ -36,12 +36,12 @@ class Arena:
         return out
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Set the first columns of rows that differ to (rows, columns)."""
+        """Set the first columns of distinct rows to values (rows, columns)."""
         for slab, here, inside in self._parts(rows):
             slab[:, : values.shape[1]].index_copy_(0, inside, values if here is None else values[here])
 
     def _parts(self, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-        """Each slab with those of the rows that lie in it, and where; None: it has all."""
+        """Yield each slab with the positions of its rows, and their numbers in it. Positions None: all rows."""
         if len(self._slabs) == 1:
             yield self._slabs[0], None, rows
             return

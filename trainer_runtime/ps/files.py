@@ -1,11 +1,11 @@
-"""Rows on disk: whole shards and what has changed since, each file written durably, under its name only when whole.
+"""Files with rows: each is written durably, and has its name only when it is complete.
 
     8 bytes   length of the head
     32 bytes  SHA-256 of all that follows
-    head      JSON: what the writer says of it, and for each array its type, shape and place
+    head      JSON: the writer's state, and type, shape and offset of each array
     arrays    raw, each at a multiple of 64 bytes from the end of the head
 
-There is nothing in it to be executed, whoever wrote it.
+Reading a file never executes anything in it, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MAX_HEAD = 1 << 26
 _TYPES = {"int64": torch.int64, "float32": torch.float32}
 
 
-def write(path: Path, said: Mapping[str, Any], arrays: Sequence[torch.Tensor]) -> None:
-    """Write a file durably, in place of one that has its name. Raises OSError; then there is what was there before."""
+def write(path: Path, state: Mapping[str, Any], arrays: Sequence[torch.Tensor]) -> None:
+    """Write a file durably, replacing an existing one. Raises OSError; the existing file is then unchanged."""
     places, at = [], 0
     for array in arrays:
         places.append({"type": str(array.dtype).removeprefix("torch."), "shape": list(array.shape), "at": at})
         at = _aligned(at + array.numel() * array.element_size())
-    head = json.dumps({"said": said, "arrays": places}).encode()
+    head = json.dumps({"said": state, "arrays": places}).encode()
     unnamed = path.with_name(f".{path.name}.{os.getpid()}")
     digest = hashlib.sha256(head)
     try:
@@ -61,22 +61,25 @@ def write(path: Path, said: Mapping[str, Any], arrays: Sequence[torch.Tensor]) -
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """What was said, and the arrays, which lie in the file until they are changed. Raises `DamagedError`, OSError."""
+    """Return the state and the arrays of a file. Raises `DamagedError`, OSError.
+
+    The arrays are mapped from the file until they are changed.
+    """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = _LENGTH_BYTES + _SUM_BYTES
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         wanted = file.read(_SUM_BYTES)
         if size < begin or length > min(_MAX_HEAD, size - begin):
-            raise DamagedError(f"{path} is shorter than it says")
+            raise DamagedError(f"{path} is damaged: it is shorter than its head declares")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     if hashlib.sha256(memoryview(data)[begin:]).digest() != wanted:
-        raise DamagedError(f"{path} is damaged: its checksum is another")
+        raise DamagedError(f"{path} is damaged: its checksum does not match")
     try:
         head = json.loads(data[begin : begin + length])
         return head["said"], [_array(data, begin + length, place) for place in head["arrays"]]
-    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:  # a RecursionError is one of these
-        raise DamagedError(f"{path} is damaged: its head is none ({error})") from None
+    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:  # RecursionError is a RuntimeError
+        raise DamagedError(f"{path} is damaged: its head is invalid ({error})") from None
 
 
 def _array(data: mmap.mmap, begin: int, place: dict[str, Any]) -> torch.Tensor:

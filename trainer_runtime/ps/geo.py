@@ -1,7 +1,7 @@
-"""Training on copies: a worker changes rows of its own, and every so many steps what has become of them is added up.
+"""Training on copies: a worker trains copies of the rows, and adds the differences up on the servers every few steps.
 
-Prior art: Paddle's GEO mode; and what it is after, EASGD (Zhang, Choromanska and LeCun, 2015): few messages for many
-steps, at the price of copies that differ meanwhile.
+Prior art: Paddle's GEO mode, and EASGD (Zhang, Choromanska and LeCun, 2015), on which it is based: few messages for
+many steps, while the workers' copies differ between exchanges.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trainer_runtime.ps.table import TableSpec
 
 
 class GeoClient:
-    """Stands before a client, and asks it seldom.
+    """A client that trains on copies and calls the servers only at exchanges.
 
     Args:
-        client: the servers.
-        every: steps from one exchange to the next.
-        workers: whose differences are added up; each counts so much less.
+        client: client of the servers.
+        every: number of steps between exchanges.
+        workers: number of workers; the differences of each are divided by it.
     """
 
     def __init__(self, client: Client, every: int, workers: int) -> None:
@@ -36,33 +36,33 @@ class GeoClient:
         self.step = 0
 
     def declare(self, spec: TableSpec) -> int:
-        """As `Client.declare`."""
+        """Declare a table, as `Client.declare`."""
         self._copies.append(_Copy(spec))
         return self._client.declare(replace(spec, rule=Sum(self._share)))
 
     @property
-    def present(self) -> Callable[[], Sequence[Gradients]]:
-        """As of `Client`."""
-        return self._client.present
+    def local_values(self) -> Callable[[], Sequence[Gradients]]:
+        """As `Client.local_values`."""
+        return self._client.local_values
 
-    @present.setter
-    def present(self, present: Callable[[], Sequence[Gradients]]) -> None:
-        self._client.present = present
+    @local_values.setter
+    def local_values(self, compute: Callable[[], Sequence[Gradients]]) -> None:
+        self._client.local_values = compute
 
-    def begin(self, values: Sequence[Gradients]) -> None:
-        """As `Client.begin`."""
-        self._client.begin(values)
+    def initialize(self, values: Sequence[Gradients]) -> None:
+        """As `Client.initialize`."""
+        self._client.initialize(values)
 
     def pull(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """This worker's copy of rows, (ids, dim). Raises `NotReadyError`."""
+        """Return this worker's copy of rows, (ids, dim). Raises `NotReadyError`."""
         copy = self._copies[table]
         wanted = copy.to_pull(ids)
         if len(wanted):
-            copy.take(wanted, self._client.pull(table, wanted))
+            copy.load(wanted, self._client.pull(table, wanted))
         return copy.read(ids)
 
-    def push(self, gradients: Sequence[Gradients], weight: float = 1.0) -> None:  # noqa: ARG002 - as of `Client`
-        """Change the copies; every so many steps exchange what has become of them. Raises `NotReadyError`."""
+    def push(self, gradients: Sequence[Gradients], weight: float = 1.0) -> None:  # noqa: ARG002 - as `Client.push`
+        """Update the copies, and exchange the differences every so many steps. Raises `NotReadyError`."""
         for each in gradients:
             self._copies[each.table].apply(each)
         self.step += 1
@@ -70,9 +70,9 @@ class GeoClient:
             self.exchange()
 
     def exchange(self) -> None:
-        """Add what has become of the copies to what the servers have. Raises `NotReadyError`.
+        """Add the differences of the copies to the rows on the servers. Raises `NotReadyError`.
 
-        All copies are pulled again before they are next used: others have changed them too.
+        All copies are pulled again before they are next used, since other workers have changed the rows too.
         """
         changed = [(table, *copy.differences()) for table, copy in enumerate(self._copies)]
         self._client.push([Gradients(table, ids, values) for table, ids, values in changed if len(ids)])
@@ -81,7 +81,7 @@ class GeoClient:
 
 
 class _Copy:
-    """What a worker has of a table: what it trains, and what that was when it was pulled."""
+    """A worker's copy of a table: the trained rows, and the rows as they were pulled."""
 
     def __init__(self, spec: TableSpec) -> None:
         self._dim = spec.dim
@@ -90,12 +90,12 @@ class _Copy:
         self._trained = Arena(spec.dim + spec.rule.memory(spec.dim))
         self._pulled = Arena(spec.dim)
         self._pulled_in = Arena(1, torch.int64)
-        """Between which exchanges each was pulled."""
+        """Number of exchanges before the row was pulled."""
         self._exchanges = 0
         self._changed: list[torch.Tensor] = []
 
     def to_pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """Those that are not here, or have expired."""
+        """Return the ids whose rows are missing or expired."""
         rows = self._index.find(ids)
         wanted = rows == ABSENT
         here = ~wanted
@@ -103,14 +103,14 @@ class _Copy:
         return ids[wanted]
 
     def expire(self) -> None:
-        """Let all be pulled again before they are used."""
+        """Let all rows be pulled again before they are used."""
         self._exchanges += 1
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         return self._trained.read(self._index.find(ids), self._dim)
 
-    def take(self, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Let rows be what the servers say, and what was not exchanged yet; what a rule remembers of them stays."""
+    def load(self, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Set rows to the servers' values plus the differences that were not exchanged; the optimizer state is kept."""
         rows = self._index.find(ids)
         new = rows == ABSENT
         if new.any():
@@ -137,7 +137,7 @@ class _Copy:
         self._changed.append(gradients.ids)
 
     def differences(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids of rows that were changed, and by how much; from then on they count as exchanged."""
+        """Return the ids of the changed rows and their differences, which count as exchanged from now on."""
         ids = torch.cat(self._changed).unique() if self._changed else torch.empty(0, dtype=torch.int64)  # type: ignore[no-untyped-call]
         self._changed = []
         rows = self._index.find(ids)

@@ -1,8 +1,8 @@
-"""Which row each id has: a hash table over tensors, searched and filled in whole batches.
+"""A hash table in tensors that maps ids to rows, searched and filled in whole batches.
 
-Buckets of eight ids lie in one cache line each and fill from their front. Who finds no place goes to the next bucket;
-so a search goes on past a bucket only if that is full, and most end after the first. Nothing is removed: who drops rows
-builds a new index.
+A bucket of eight ids fits in one cache line and fills from its front. An id that finds no free place goes to the next
+bucket, so a search continues after a bucket only if that is full, and most searches end after the first bucket. Ids are
+never removed: dropping rows builds a new index.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 
 from trainer_runtime.ps.hashing import mix
 
-NOBODY = -(1 << 63)
-"""The one 64-bit integer that is no id."""
+NO_ID = -(1 << 63)
+"""The one 64-bit integer that is not an id. It marks free places."""
 ABSENT = -1
 _WAYS = 8
 _PLACE_OF_BYTE = 0x0001020304050607
-"""Times a word of which byte n is 1, and the others 0: the uppermost byte of the product is n."""
+"""A word whose byte n is 1 and all others 0, times this number, has n in its uppermost byte."""
 _MOST_FULL = 0.5
 _SMALLEST = 128
 
@@ -29,14 +29,14 @@ class Index:
         while expected > buckets * _WAYS * _MOST_FULL:
             buckets *= 2
         self.size = 0
-        self._keys = torch.full((buckets, _WAYS), NOBODY)
+        self._keys = torch.full((buckets, _WAYS), NO_ID)
         self._values = torch.empty(buckets * _WAYS, dtype=torch.int64)
 
     def find(self, ids: torch.Tensor) -> torch.Tensor:
-        """What each id is mapped to, or `ABSENT`. They may repeat."""
+        """Return the value of each id, or `ABSENT`. Ids may repeat."""
         bucket = self._home(ids)
         found = asked = ids
-        places: torch.Tensor | None = None  # of those still sought; None: all, as in the first round
+        places: torch.Tensor | None = None  # positions of the ids still searched; None: all, in the first round
         while True:
             keys = self._keys.index_select(0, bucket)
             matches = (keys == asked[:, None]).view(torch.int64).squeeze(1)  # a byte for each place in the bucket
@@ -45,7 +45,7 @@ class Index:
             rest = (matches == 0).nonzero().squeeze(1)
             if len(rest):
                 here[rest] = ABSENT
-                rest = rest[keys[rest, -1] != NOBODY]
+                rest = rest[keys[rest, -1] != NO_ID]
             if places is None:
                 found = here
             else:
@@ -56,7 +56,7 @@ class Index:
             asked, bucket = asked[rest], self._next(bucket[rest])
 
     def add(self, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Map ids that differ, and are not here yet."""
+        """Add distinct ids that are not in the index yet."""
         if self.size + len(ids) > self._keys.numel() * _MOST_FULL:
             self._grow(self.size + len(ids))
         self.size += len(ids)
@@ -64,7 +64,7 @@ class Index:
         while len(ids):
             order = bucket.argsort(stable=True)
             ids, values, bucket = ids[order], values[order], bucket[order]
-            way = (self._keys[bucket] != NOBODY).sum(1) + _rank_in_run(bucket)
+            way = (self._keys[bucket] != NO_ID).sum(1) + _rank_in_run(bucket)
             fits = way < _WAYS
             place = (bucket * _WAYS + way)[fits]
             self._keys.view(-1)[place] = ids[fits]
@@ -72,9 +72,9 @@ class Index:
             ids, values, bucket = ids[~fits], values[~fits], self._next(bucket[~fits])
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All ids, and what each is mapped to, in no particular order."""
+        """Return all ids and their values, in no particular order."""
         keys = self._keys.view(-1)
-        taken = (keys != NOBODY).nonzero().squeeze(1)
+        taken = (keys != NO_ID).nonzero().squeeze(1)
         return keys[taken], self._values[taken]
 
     def _grow(self, size: int) -> None:
@@ -91,7 +91,7 @@ class Index:
 
 
 def _rank_in_run(ordered: torch.Tensor) -> torch.Tensor:
-    """How many equal ones stand before each, in what is sorted."""
+    """Return for each element of a sorted tensor how many equal ones precede it."""
     places = torch.arange(len(ordered))
     begins = torch.ones_like(ordered, dtype=torch.bool)
     begins[1:] = ordered[1:] != ordered[:-1]

@@ -1,4 +1,4 @@
-"""Which part of the data is whose: each is trained by one worker, and by another if that one is lost in it."""
+"""Which worker trains which part of the data: each part has one worker, and another if that one is lost meanwhile."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 MAX_PARTS = 1 << 24
-"""Of one pass."""
+"""Maximum number of parts of one pass."""
 
 
 @dataclass
 class Leases:
-    """The parts of one pass through the data. One that is over takes no memory to speak of."""
+    """The parts of one pass through the data. A pass that is over takes almost no memory."""
 
     parts: int
     done_before: int = 0
     """All parts before this one are done; this one is not."""
     done: set[int] = field(default_factory=set)
-    """Those that are done after it."""
+    """The parts after it that are done."""
     held: dict[int, int] = field(default_factory=dict)
-    """By which worker."""
+    """The worker of each part that is being trained."""
     _next: int = field(default=0, init=False, repr=False, compare=False)
-    """All before are done or held."""
+    """All parts before this one are done or held."""
 
     def take(self, worker: int) -> int | None:
-        """A part for this worker: one that it holds already, else the first that nobody has; None: there is none."""
+        """Assign a part to a worker: the one that it holds, else the first free one. None: there is none."""
         for part, holder in self.held.items():
             if holder == worker:
                 return part
@@ -38,16 +38,16 @@ class Leases:
         return self._next
 
     def finish(self, part: int, worker: int) -> None:
-        """It is trained. Of one that another has been given since, that one says so.
+        """Mark a part as done. Ignored if the part was given to another worker since, which will finish it.
 
-        Who has it is known to one server only: another one that follows knows of nobody, and believes who has trained.
+        Replicas do not know who holds a part. After a failover the part counts as done by whichever worker finishes it.
         """
         if 0 <= part < self.parts and self.held.get(part, worker) == worker:
             self.held.pop(part, None)
             self.note_done(part, part + 1)
 
     def note_done(self, begin: int, end: int) -> None:
-        """All from `begin` up to before `end` are trained."""
+        """Mark the parts from `begin` up to before `end` as done."""
         if begin <= self.done_before:
             self.done_before = max(self.done_before, end)
         else:
@@ -57,7 +57,7 @@ class Leases:
             self.done_before += 1
 
     def leave(self, worker: int) -> None:
-        """What it holds is free again."""
+        """Free the parts that a worker holds."""
         free = [part for part, holder in self.held.items() if holder == worker]
         for part in free:
             del self.held[part]
@@ -65,11 +65,11 @@ class Leases:
 
     @property
     def is_over(self) -> bool:
-        """Whether all is trained."""
+        """Whether all parts are done."""
         return self.done_before >= self.parts
 
     def ranges(self) -> list[tuple[int, int]]:
-        """What is done, as ranges from the first up to before the second."""
+        """Return the parts that are done, as ranges from the first up to before the second number."""
         first = [(0, self.done_before)] if self.done_before else []
         ordered = sorted(self.done)
         if not ordered:
@@ -81,10 +81,10 @@ class Leases:
 
 
 def leases_of(parts: int, done: Sequence[Sequence[int]]) -> Leases:
-    """A pass of which these ranges are done. Raises `ValueError`, `TypeError`: they are none."""
+    """Return a pass of which these ranges are done. Raises `ValueError`, `TypeError` if they are invalid."""
     leases = Leases(parts)
     for begin, end in done:
         if not 0 <= begin < end <= parts <= MAX_PARTS:
-            raise ValueError(f"{begin} to {end} are no parts of {parts}")
+            raise ValueError(f"wanted a range of the {parts} parts, got {begin} to {end}")
         leases.note_done(begin, end)
     return leases

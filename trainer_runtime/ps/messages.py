@@ -1,9 +1,9 @@
-"""The body of a push: what one worker's step has found, for several tables at once.
+"""The body of a push: the gradients of one step of a worker, for several tables.
 
-8 bytes   step: which of the workers' steps it belongs to
+8 bytes   number of the worker's step
 8 bytes   weight of this worker's gradients in a mean, a 64-bit float
 for each part: 4 bytes table, 4 bytes zero, 8 bytes rows, 8 bytes learning rate, a 64-bit float; NaN: the table's own
-for each part: ids (rows x 8 bytes, growing), gradients (rows x dim x 4 bytes), zeros up to a multiple of 8
+for each part: ids (rows x 8 bytes, sorted), gradients (rows x dim x 4 bytes), zeros up to a multiple of 8
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PART = struct.Struct("<IIQd")
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of one table."""
+    """Gradients of one table."""
 
     table: int
     ids: torch.Tensor
-    """(rows,), 64-bit integers that grow."""
+    """(rows,), sorted 64-bit integers."""
     values: torch.Tensor
     """(rows, dim), 32-bit floats."""
     lr: float | None = None
@@ -38,14 +38,14 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Push:
-    """Of one step."""
+    """The gradients of one step."""
 
     step: int
     weight: float
     parts: tuple[Gradients, ...]
 
     def body(self) -> list[memoryview | bytes]:
-        """What it is sent as."""
+        """Return the buffers of the body, in order."""
         head = _HEAD.pack(self.step, self.weight)
         head += b"".join(_pack_part(part) for part in self.parts)
         return [head, *(piece for part in self.parts for piece in _pieces(part))]
@@ -61,17 +61,17 @@ def _pieces(part: Gradients) -> tuple[memoryview | bytes, ...]:
 
 
 def _padded(length: int) -> int:
-    """So that what follows lies where 64-bit integers may lie."""
+    """Round up to a multiple of 8, at which 64-bit integers can begin."""
     return (length + 7) & ~7
 
 
 def parse_push(data: bytearray | memoryview, parts: int, dim_of: Callable[[int], int]) -> Push:
-    """Read it. The tensors lie in `data`. `dim_of` may raise `BrokenError`; this raises `MalformedError`."""
+    """Parse a push; its tensors share the memory of `data`. Raises `MalformedError`, and what `dim_of` raises."""
     if parts > MAX_PARTS or len(data) < _HEAD.size + parts * _PART.size:
-        raise MalformedError("a push that ends in its head")
+        raise MalformedError("the head of a push is truncated")
     step, weight = _HEAD.unpack_from(data)
     if not math.isfinite(weight) or weight < 0:
-        raise MalformedError(f"a push of weight {weight}")
+        raise MalformedError(f"wanted a finite weight from 0 on, got weight {weight}")
     at = _HEAD.size + parts * _PART.size
     found = []
     for number in range(parts):
@@ -79,12 +79,12 @@ def parse_push(data: bytearray | memoryview, parts: int, dim_of: Callable[[int],
         dim = dim_of(table)
         end = at + 8 * rows + _padded(4 * rows * dim)
         if end > len(data):
-            raise MalformedError("a push that is shorter than it says")
+            raise MalformedError("a push is shorter than its head declares")
         ids, values = _tensors(data, at, rows, dim)
         found.append(Gradients(table, ids, values, None if math.isnan(lr) else lr))
         at = end
     if at != len(data):
-        raise MalformedError("a push that is longer than it says")
+        raise MalformedError("a push is longer than its head declares")
     return Push(step, weight, tuple(found))
 
 

@@ -1,6 +1,6 @@
-"""Embeddings whose rows lie on the servers: a forward pass pulls the rows that it needs, a step pushes their gradients.
+"""Embeddings whose rows are on the servers: a forward pass pulls the rows that it needs, a step pushes their gradients.
 
-There are as many rows as 64-bit integers: an id needs no vocabulary.
+Any 64-bit integer is an id, so no vocabulary is needed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trainer_runtime.ps.table import TableSpec
 
 
 class RowSettings(TypedDict, total=False):
-    """Of a table: `initial`, `scale` and `seed` say what rows begin with, see `TableSpec`.
+    """Settings of a table. `initial`, `scale` and `seed` determine the initial rows, see `TableSpec`.
 
-    `admit_after`: steps that must push an id until it has a row of its own. `max_rows`: on each server; those untouched
-    for longest lose theirs, 0: no limit.
+    `admit_after`: number of steps that push an id until it has a row. `max_rows`: limit on each server; the rows that
+    were not touched for longest are dropped. 0: no limit.
     """
 
     initial: Literal["zeros", "uniform", "normal"]
@@ -37,13 +37,13 @@ class SparseEmbedding(nn.Module):
 
     Args:
         dim: numbers in a row.
-        name: of its table; by default its place in the model.
-        rule: how gradients change the rows; by default as the dense parameters are changed.
-        padding_idx: an id whose row is zeros, and stays so; in bags it does not count.
-        settings: what rows begin with, and which ids have one.
+        name: name of the table; by default the module's path in the model.
+        rule: optimizer of the rows; by default that of the dense parameters.
+        padding_idx: an id whose row is zeros and is not trained; bags ignore it.
+        settings: initial values, and which ids have rows, see `RowSettings`.
 
     Raises:
-        ValueError: a setting makes no sense.
+        ValueError: a setting is invalid.
     """
 
     def __init__(
@@ -64,57 +64,59 @@ class SparseEmbedding(nn.Module):
         self.spec(name or "embedding", rule or Sum())
         self._client: Client | GeoClient | None = None
         self._table = 0
-        self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Ids, and the gradients of their rows."""
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Ids, and the gradients of their rows, of each backward pass."""
 
     def spec(self, name: str, rule: Rule) -> TableSpec:
-        """Its table, if it is called so and nothing else was said."""
+        """Return the table's description, with this name and rule unless the module has its own."""
         return TableSpec(self.name or name, self.dim, self.rule or rule, **self._settings)
 
     def attach(self, client: Client | GeoClient, table: int) -> None:
-        """Let its rows be those of this table."""
+        """Use the rows of this table."""
         self._client, self._table = client, table
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of ids of any shape: (*ids, dim). Raises `NotReadyError`."""
+        """Return the rows of ids of any shape, (*ids, dim). Raises `NotReadyError`."""
         rows, places, padding = self._pull(ids)
         return functional.embedding(places, rows, padding)
 
     def take_gradients(self, lr: float | None) -> Gradients | None:
-        """What was found since this was called last; None: nothing. `lr`: of this step, unless it has its own rule."""
-        found = self.found()
-        self._found = []
+        """Return and clear the gradients; None: there are none. `lr` is used unless the module has its own rule."""
+        found = self.merged_gradients()
+        self._gradients = []
         if found is None:
             return None
         ids, values = found
         return Gradients(self._table, ids, values, None if self.rule else lr)
 
-    def found(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids that grow, and the gradients of their rows, which may be changed in place. None: nothing was found."""
-        if not self._found:
+    def merged_gradients(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return sorted ids and the gradients of their rows, which may be changed in place. None: there are none."""
+        if not self._gradients:
             return None
-        if len(self._found) > 1:
-            ids, places = torch.cat([ids for ids, _ in self._found]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
-            values = torch.cat([gradient for _, gradient in self._found])
-            self._found = [(ids, torch.zeros(len(ids), self.dim, device="cpu").index_add_(0, places, values))]
-        return self._found[0]
+        if len(self._gradients) > 1:
+            ids, places = torch.cat([ids for ids, _ in self._gradients]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
+            values = torch.cat([gradient for _, gradient in self._gradients])
+            self._gradients = [(ids, torch.zeros(len(ids), self.dim, device="cpu").index_add_(0, places, values))]
+        return self._gradients[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is on no server."""
-        return {**self.__dict__, "_client": None, "_found": []}
+        """Leave the connection and the gradients out of copies."""
+        return {**self.__dict__, "_client": None, "_gradients": []}
 
     def drop_gradients(self) -> None:
-        """Forget what was found."""
-        self._found = []
+        """Clear the gradients."""
+        self._gradients = []
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows of it."""
+        """Return what `print(model)` shows."""
         return f"{self.dim}, name={self.name!r}"
 
     def _pull(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """The rows of those of the ids that differ, of which row each is, and which row is of padding."""
+        """Return the rows of the distinct ids, the row number of each id, and the row number of the padding id."""
         if self._client is None:
-            raise RuntimeError("this model's rows are on no server yet: give it to ps.distributed_optimizer()")
+            raise RuntimeError(
+                "this model has no rows on the servers yet: call ps.distributed_optimizer() with it first"
+            )
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.uint64:
             raise TypeError(f"ids must be integers of at most 64 bits with a sign, not {ids.dtype}")
         differing, places = ids.reshape(-1).cpu().to(torch.int64).unique(return_inverse=True)  # type: ignore[no-untyped-call]
@@ -125,13 +127,13 @@ class SparseEmbedding(nn.Module):
             rows[padding] = 0.0
         if torch.is_grad_enabled():
 
-            def take(gradient: torch.Tensor) -> None:
-                # Not read from the rows later: gradients may be forgotten between a forward and its backward pass.
+            def record(gradient: torch.Tensor) -> None:
+                # Recorded now, not read from `rows` later: zero_grad may come between a forward and its backward pass.
                 here = gradient.detach().cpu()
                 keep = slice(None) if padding is None else differing != self.padding_idx
-                self._found.append((differing[keep], here[keep]))
+                self._gradients.append((differing[keep], here[keep]))
 
-            rows.requires_grad_().register_hook(take)  # type: ignore[no-untyped-call]
+            rows.requires_grad_().register_hook(record)  # type: ignore[no-untyped-call]
         return rows, places.view(ids.shape).to(ids.device), padding
 
 
@@ -141,7 +143,7 @@ class EmbeddingBag(SparseEmbedding):
     Args:
         dim: numbers in a row.
         mode: how a bag is combined.
-        include_last_offset: offsets have one more, the end of the last bag.
+        include_last_offset: whether the offsets end with the end of the last bag.
         settings: as of `SparseEmbedding`.
     """
 
@@ -163,10 +165,10 @@ class EmbeddingBag(SparseEmbedding):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bags of ids (bags, ids), or one after the other with offsets: (bags, dim). Raises `NotReadyError`."""
+        """Return (bags, dim) for bags (bags, ids), or for flat ids with offsets. Raises `NotReadyError`."""
         rows, places, padding = self._pull(ids)
         if not places.numel() and offsets is None:
-            return rows.sum() + rows.new_zeros(len(ids), self.dim)  # torch refuses bags without room
+            return rows.sum() + rows.new_zeros(len(ids), self.dim)  # torch refuses empty bags
         return functional.embedding_bag(
             places,
             rows,

@@ -1,10 +1,11 @@
-"""How a shard's primary gives another server a copy, and keeps it equal.
+"""How the primary of a shard creates a replica on another server, and keeps it equal.
 
-On a connection of its own, which begins as any other: tables (`DECLARE`), rows (`ROWS`), and once all are there what
-else a shard has (`WHOLE`). From then on each change (`CHANGE`), in order, each answered before the worker is.
+It uses a connection of its own, which begins with the usual handshake. It sends the tables (`DECLARE`), the rows
+(`ROWS`) and, once all rows are there, the rest of the shard's state (`COMPLETE`). From then on it sends each change
+(`CHANGE`), in order. The replica answers each change before the worker is answered.
 
-Rows are copied while workers go on: what has changed meanwhile is copied again, and only the rest of that with the
-shard at a stop (as virtual machines are moved; Clark et al., "Live migration of virtual machines", 2005).
+Rows are copied while workers continue. Rows that changed meanwhile are copied again, and the shard stops only for the
+last few of them (as live migration moves virtual machines; Clark et al., "Live migration of virtual machines", 2005).
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ import struct
 import threading
 from typing import Any
 
-from trainer_runtime.ps.frames import BrokenError, Header, MessageKind, bytes_of, dial, introduce
+from trainer_runtime.ps.frames import BrokenError, Header, MessageKind, bytes_of, client_handshake, dial
 from trainer_runtime.ps.messages import Push
-from trainer_runtime.ps.persistence import AppliedPushes, said_of, take
+from trainer_runtime.ps.persistence import ShardSnapshot, capture, state_of
 from trainer_runtime.ps.shard import Shard, ShardChange
 from trainer_runtime.ps.shard_connection import Endpoint
 from trainer_runtime.ps.table import TablePart
 
 ANSWER_WITHIN_S = 2.0
-"""A replica that does not answer for so long is given up: workers wait for it."""
+"""A replica that does not answer within this time is given up, since workers wait for it."""
 _CONNECT_S = 2.0
 _CHUNK_BYTES = 1 << 24
-"""Are answered in time, however slowly they are taken."""
+"""Maximum size of a message with rows, so that even a slow replica answers in time."""
 _FEW_ROWS = 1 << 12
 _ROUNDS = 8
 LENGTH = struct.Struct("<I")
-"""Of the words at the head of a change."""
+"""Length of the JSON at the head of a change."""
 
 
 class ReplicaSender:
-    """The primary's end. Raises `BrokenError` wherever the replica does not do its part."""
+    """The primary's end. Its methods raise `BrokenError` if the replica does not answer as expected."""
 
     def __init__(
         self,
@@ -51,74 +52,77 @@ class ReplicaSender:
             raise BrokenError(error.strerror or str(error)) from None
         try:
             self._connection.sock.settimeout(ANSWER_WITHIN_S)
-            introduce(self._connection, secret, hello)
-            self._answered()
+            client_handshake(self._connection, secret, hello)
+            self._wait_answer()
         except BaseException:
             self._connection.close()
             raise
 
     def copy(self, shard: Shard, lock: threading.Condition) -> None:
-        """Give it all; return with the lock held, from when on each change must be told."""
-        taken: AppliedPushes | None = None
+        """Send the whole shard. Returns with the lock held; from then on each change must be sent."""
+        snapshot: ShardSnapshot | None = None
         for _ in range(_ROUNDS):
             with lock:
-                taken = _later(shard, taken)
-            self._give(taken)
-            if taken.rows <= _FEW_ROWS:
+                snapshot = _capture_since(shard, snapshot)
+            self._send_rows(snapshot)
+            if snapshot.rows <= _FEW_ROWS:
                 break
         lock.acquire()
         try:
-            self._give(_later(shard, taken))
-            self._ask(MessageKind.WHOLE, json.dumps(said_of(shard)).encode())
+            self._send_rows(_capture_since(shard, snapshot))
+            self._request(MessageKind.COMPLETE, json.dumps(state_of(shard)).encode())
         except BaseException:
             lock.release()
             raise
 
     def send(self, change: ShardChange) -> None:
-        """Tell it a change; `wait` must follow."""
+        """Send a change; `wait` must follow."""
         head = {"steps": [[*author, step] for author, step in change.steps], "now_s": change.now_s}
-        words = json.dumps({**head, "begins": change.begins}).encode()
-        words += b" " * (-(len(words) + LENGTH.size) % 8)
+        payload = json.dumps({**head, "begins": change.initializes}).encode()
+        payload += b" " * (-(len(payload) + LENGTH.size) % 8)
         push = Push(0, 0.0, change.parts)
-        body = [LENGTH.pack(len(words)) + words, *push.body()]
+        body = [LENGTH.pack(len(payload)) + payload, *push.body()]
         length = sum(map(len, body))
         self._connection.send(Header(MessageKind.CHANGE, self._number, table=len(change.parts), length=length), *body)
 
     def wait(self) -> None:
-        """Return when it has done that."""
-        self._answered()
+        """Wait until the replica has applied the change."""
+        self._wait_answer()
 
-    def tell(self, kind: MessageKind, words: bytes) -> None:
-        """Tell it what else changes a shard."""
-        self._ask(kind, words)
+    def send_message(self, kind: MessageKind, payload: bytes) -> None:
+        """Send any other change of the shard's state, and wait for the answer."""
+        self._request(kind, payload)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
-    def _give(self, taken: AppliedPushes) -> None:
-        for number, told in enumerate(taken.said["tables"]):
-            self._ask(MessageKind.DECLARE, json.dumps(told).encode())
-            part = TablePart(*taken.arrays[3 * number : 3 * number + 3])
+    def _send_rows(self, snapshot: ShardSnapshot) -> None:
+        for number, record in enumerate(snapshot.state["tables"]):
+            self._request(MessageKind.DECLARE, json.dumps(record).encode())
+            part = TablePart(*snapshot.arrays[3 * number : 3 * number + 3])
             at_once = max(1, _CHUNK_BYTES // (16 + 4 * part.rows.shape[1]))
             for begin in range(0, len(part.ids), at_once):
                 pieces = [array[begin : begin + at_once] for array in part]
-                self._ask(MessageKind.ROWS, *map(bytes_of, pieces), table=number)
+                self._request(MessageKind.ROWS, *map(bytes_of, pieces), table=number)
 
-    def _ask(self, kind: MessageKind, *body: memoryview | bytes, table: int = 0) -> None:
+    def _request(self, kind: MessageKind, *body: memoryview | bytes, table: int = 0) -> None:
         length = sum(map(len, body))
         self._connection.send(Header(kind, self._number, table=table, length=length), *body)
-        self._answered()
+        self._wait_answer()
 
-    def _answered(self) -> None:
+    def _wait_answer(self) -> None:
         header = self._connection.receive_header()
         if header.kind is not MessageKind.DONE or header.length:
-            raise BrokenError("it refused")
+            raise BrokenError("the replica refused a message")
 
 
-def _later(shard: Shard, taken: AppliedPushes | None) -> AppliedPushes:
-    """What has changed since. Raises `BrokenError`."""
-    later = take(shard, taken.versions if taken else {})
-    if taken is not None and later.drops != taken.drops:
-        raise BrokenError("rows were dropped meanwhile: the copy begins anew")
-    return later
+def _capture_since(shard: Shard, snapshot: ShardSnapshot | None) -> ShardSnapshot:
+    """Return what has changed since a snapshot, or everything if there is none.
+
+    Raises `BrokenError` if rows were dropped since: the copy must start again.
+    """
+    newer = capture(shard, snapshot.versions if snapshot else {})
+    if snapshot is not None and newer.drops != snapshot.drops:
+        raise BrokenError("rows were dropped meanwhile, the copy starts again")
+    return newer

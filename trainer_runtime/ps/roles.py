@@ -1,18 +1,19 @@
-"""Which part this process has in a parameter-server job, as its environment says.
+"""The role of this process in a parameter-server job, read from its environment.
 
-The variables are Paddle's, so that jobs described for it run as they are; the agent sets the same.
+The variables are Paddle's, so that jobs described for Paddle run unchanged. The agent sets the same variables.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer_runtime import contract
+from trainer_runtime import contract, tls
 from trainer_runtime.ps.shard_connection import Endpoint
 from trainer_runtime.tls import TlsError, TlsFiles, check, files_of
 
@@ -24,29 +25,29 @@ WORKER_ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 ADDRESS = "POD_IP"
 PORT = "PADDLE_PORT"
 SECRET = "ELASTIC_AGENT_PS_SECRET"  # noqa: S105 - a name
-"""What the processes of the job know. Without it only the machines that are listed are let in."""
+"""Variable with the secret of the job's processes. Without one, servers admit only callers from listed machines."""
 _KINDS: dict[str, Literal["server", "worker"]] = {"PSERVER": "server", "TRAINER": "worker", "HETER_TRAINER": "worker"}
 
 
 @dataclass(frozen=True)
 class Role:
-    """The part of one process."""
+    """The role of one process."""
 
     kind: Literal["server", "worker"]
     index: int
-    """Its number among those of its kind, from 0."""
+    """Index among the processes of its kind, from 0."""
     servers: tuple[Endpoint, ...]
     workers: int
     secret: bytes
     incarnation: int
-    """Which of the processes that were started in this place; without an agent 1."""
+    """Which of the processes that were started in this place; 1 without an agent."""
     machines: frozenset[str]
-    """Those that are listed."""
+    """The machines of all listed endpoints."""
     tls: TlsFiles | None = None
-    """By which processes speak to each other. None: in the clear."""
+    """Files for TLS between the processes. None: connections are not encrypted."""
 
     def addresses(self) -> frozenset[str]:
-        """The IP addresses of the machines, as far as their names lead anywhere now."""
+        """Return the IP addresses of the machines. Names that cannot be resolved now are left out."""
         found: set[str] = set()
         for machine in self.machines:
             with suppress(OSError):
@@ -55,18 +56,20 @@ class Role:
 
 
 def role_of(environ: Mapping[str, str] = os.environ) -> Role:
-    """The role that the environment describes. Raises `RuntimeError`: it describes none."""
-    said = _needed(environ, TRAINING_ROLE)
-    kind = _KINDS.get(said)
+    """Return the role that the environment describes. Raises `RuntimeError` if it describes none."""
+    role_name = _required(environ, TRAINING_ROLE)
+    kind = _KINDS.get(role_name)
     if kind is None:
-        raise RuntimeError(f"{TRAINING_ROLE} must be {', '.join(_KINDS)}, not {said!r}")
-    servers = tuple(_endpoint(text) for text in _needed(environ, SERVERS).split(","))
+        raise RuntimeError(f"{TRAINING_ROLE} must be one of {', '.join(_KINDS)}, not {role_name!r}")
+    servers = tuple(_endpoint(text) for text in _required(environ, SERVERS).split(","))
     workers = _number(environ, WORKERS, 1)
     if kind == "server":
-        mine = (_needed(environ, ADDRESS), _number(environ, PORT, 1))
-        if mine not in servers:
-            raise RuntimeError(f"{ADDRESS}:{PORT} is {mine[0]}:{mine[1]}, which is not in {SERVERS}={environ[SERVERS]}")
-        index = servers.index(mine)
+        own_endpoint = (_required(environ, ADDRESS), _number(environ, PORT, 1))
+        if own_endpoint not in servers:
+            raise RuntimeError(
+                f"{ADDRESS}:{PORT} is {own_endpoint[0]}:{own_endpoint[1]}, which is not in {SERVERS}={environ[SERVERS]}"
+            )
+        index = servers.index(own_endpoint)
     else:
         index = _number(environ, WORKER, 0)
         if index >= workers:
@@ -84,7 +87,12 @@ def role_of(environ: Mapping[str, str] = os.environ) -> Role:
     )
 
 
-def _needed(environ: Mapping[str, str], name: str) -> str:
+def client_context(role: Role) -> ssl.SSLContext | None:
+    """Return the TLS context with which this process calls servers. None: connections are not encrypted."""
+    return tls.dialling(role.tls, names_host=True) if role.tls else None
+
+
+def _required(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name, "").strip()
     if not value:
         raise RuntimeError(
@@ -115,7 +123,7 @@ def _tls(environ: Mapping[str, str], host: str | None) -> TlsFiles | None:
 
 
 def _number(environ: Mapping[str, str], name: str, least: int) -> int:
-    text = _needed(environ, name)
+    text = _required(environ, name)
     if not text.isdecimal() or int(text) < least:
         raise RuntimeError(f"{name} must be a whole number from {least} on, not {text!r}")
     return int(text)

@@ -1,8 +1,8 @@
-"""How a server changes rows by gradients: the optimizers that run where the rows are.
+"""Optimizers that run on the servers, where the rows are.
 
-A row is what is trained, followed by what its rule remembers. Formulas are those of `torch.optim`, each row being a
-parameter of its own: one that gets no gradient is not touched, and Adam counts the steps of each row (as
-`torch.optim.SparseAdam`, but for that count).
+A row consists of the trained numbers and the optimizer state. The formulas are those of `torch.optim`, with each row as
+a parameter of its own: a row without a gradient does not change, and Adam counts the steps of each row (as
+`torch.optim.SparseAdam`, except for that count).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """One of them, with its settings."""
+    """An optimizer with its settings."""
 
     kind: ClassVar[str]
 
@@ -26,30 +26,30 @@ class Rule(ABC):
 
     @abstractmethod
     def memory(self, dim: int) -> int:
-        """How many numbers it remembers of a row with `dim` that are trained."""
+        """Return the size of the optimizer state of a row with `dim` trained numbers."""
 
     @abstractmethod
     def apply(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Change rows (rows, dim + memory) in place by gradients (rows, dim)."""
+        """Update rows (rows, dim + memory) in place with gradients (rows, dim)."""
 
     def begin(self, memory: torch.Tensor) -> None:
-        """Fill what is remembered of new rows (rows, memory)."""
+        """Initialize the optimizer state of new rows, (rows, memory)."""
         memory.zero_()
 
     def to_json(self) -> dict[str, Any]:
-        """What `rule_of` reads."""
+        """Return the rule as JSON for `rule_of`."""
         return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class Sum(Rule):
-    """Adds what comes: differences that workers have made on their own, or counts."""
+    """Adds what is pushed: differences that workers have trained, or counts."""
 
     kind: ClassVar[str] = "sum"
     lr: float = 1.0
 
     def memory(self, dim: int) -> int:  # noqa: ARG002 - as declared
-        """Nothing."""
+        """No state."""
         return 0
 
     def apply(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
@@ -59,22 +59,22 @@ class Sum(Rule):
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """As `torch.optim.SGD`."""
+    """Stochastic gradient descent, as `torch.optim.SGD` without momentum."""
 
     kind: ClassVar[str] = "sgd"
 
     def memory(self, dim: int) -> int:  # noqa: ARG002 - as declared
-        """Nothing."""
+        """No state."""
         return 0
 
     def apply(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-        """One step down."""
+        """Make one step."""
         rows.add_(gradients, alpha=-self.lr)
 
 
 @dataclass(frozen=True)
 class Adagrad(Rule):
-    """As `torch.optim.Adagrad`."""
+    """Adagrad, as `torch.optim.Adagrad`."""
 
     kind: ClassVar[str] = "adagrad"
     eps: float = 1e-10
@@ -85,11 +85,11 @@ class Adagrad(Rule):
         return dim
 
     def begin(self, memory: torch.Tensor) -> None:
-        """As torch's begins."""
+        """Initialize as torch does."""
         memory.fill_(self.initial_accumulator_value)
 
     def apply(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-        """One step."""
+        """Make one step."""
         values, squares = rows.split(gradients.shape[1], 1)  # type: ignore[no-untyped-call]
         squares.addcmul_(gradients, gradients)
         values.addcdiv_(gradients, squares.sqrt().add_(self.eps), value=-self.lr)
@@ -97,7 +97,7 @@ class Adagrad(Rule):
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(Adagrad):
-    """Adagrad with one sum of squares for a whole row, their mean (as FBGEMM's EXACT_ROWWISE_ADAGRAD)."""
+    """Adagrad with one sum of squares for each row, of the mean square (as FBGEMM's EXACT_ROWWISE_ADAGRAD)."""
 
     kind: ClassVar[str] = "rowwise_adagrad"
 
@@ -106,7 +106,7 @@ class RowWiseAdagrad(Adagrad):
         return 1
 
     def apply(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-        """One step."""
+        """Make one step."""
         dim = gradients.shape[1]
         values, squares = rows[:, :dim], rows[:, dim:]
         squares.add_(gradients.square().mean(1, keepdim=True))
@@ -115,7 +115,7 @@ class RowWiseAdagrad(Adagrad):
 
 @dataclass(frozen=True)
 class Adam(Rule):
-    """As `torch.optim.Adam`."""
+    """Adam, as `torch.optim.Adam`."""
 
     kind: ClassVar[str] = "adam"
     beta1: float = 0.9
@@ -123,11 +123,11 @@ class Adam(Rule):
     eps: float = 1e-8
 
     def memory(self, dim: int) -> int:
-        """Two moments of each number, and the row's count of steps."""
+        """Two moments of each number, and the number of steps of the row."""
         return 2 * dim + 1
 
     def apply(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-        """One step."""
+        """Make one step."""
         dim = gradients.shape[1]
         values, first, second, steps = rows.split([dim, dim, dim, 1], 1)  # type: ignore[no-untyped-call]
         steps += 1
@@ -141,9 +141,9 @@ class Adam(Rule):
 _RULES: dict[str, type[Rule]] = {rule.kind: rule for rule in (Sum, SGD, Adagrad, RowWiseAdagrad, Adam)}
 
 
-def rule_of(told: Mapping[str, Any]) -> Rule:
-    """The rule that `Rule.to_json` wrote. Raises `ValueError`."""
-    settings = dict(told)
+def rule_of(record: Mapping[str, Any]) -> Rule:
+    """Return the rule that `Rule.to_json` described. Raises `ValueError`."""
+    settings = dict(record)
     kind = settings.pop("kind", None)
     rule = _RULES.get(kind) if isinstance(kind, str) else None
     if rule is None:

@@ -1,7 +1,7 @@
-"""What one server has: its part of all tables, and which pushes it has had. It decides, without socket or clock.
+"""A shard: one part of all tables, and the pushes that it contains. It decides without sockets and clocks.
 
-All that changes it is a `ShardChange`, so that another server that is given the same changes in the same order holds
-the same. Each names the steps that it contains, and is atomic: what is sent again is known again, so it counts once.
+A shard changes only by a `ShardChange`. A server that applies the same changes in the same order holds the same state.
+Each change is atomic and names the steps that it contains. A push that is sent again is recognized, so it counts once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer_runtime.ps.worker_progress import Mode, WorkerProgress
 
 MAX_TABLES = 4096
 RUN_ENDS = "/"
-"""After the run, in the name of a pass through the data."""
+"""Separates the run from the rest of the name of a pass through the data."""
 
 
 class Author(NamedTuple):
@@ -28,42 +28,45 @@ class Author(NamedTuple):
 
     worker: int
     incarnation: int
-    """Grows with each process that takes this worker's place."""
+    """Grows with each process that takes the place of this worker."""
 
 
 @dataclass(frozen=True)
 class ShardChange:
-    """What is done at once."""
+    """A change that is applied atomically."""
 
     steps: tuple[tuple[Author, int], ...]
-    """Whose step of which number is contained."""
+    """The steps that the change contains, with their authors."""
     parts: tuple[Gradients, ...]
     now_s: int
     """Seconds since 1970."""
-    begins: bool = False
-    """They are no gradients, but values for rows that are not there yet."""
+    initializes: bool = False
+    """The parts are initial values of rows that do not exist yet, not gradients."""
 
 
 class Shard:
     """Tables, and the workers that change them."""
 
     def __init__(self, mode: Mode) -> None:
-        self.pace = WorkerProgress(mode)
+        self.progress = WorkerProgress(mode)
         self.tables: list[Table] = []
         self.applied: dict[Author, int] = {}
-        """The last step of each worker's newest process that is contained."""
+        """The last applied step of the newest process of each worker."""
         self.passes: dict[str, Leases] = {}
-        """Through the data, by name."""
+        """Passes through the data, by name."""
         self._numbers: dict[str, int] = {}
         self._waiting: dict[int, dict[Author, Push]] = {}
-        """Of steps that are not whole yet."""
+        """Pushes of steps that are not complete yet."""
 
     def declare(self, spec: TableSpec) -> int:
-        """The number of a table, which is made if it is new. Raises `ValueError`: it is here, and another one."""
+        """Return the number of a table, and create it if it is new.
+
+        Raises `ValueError` if it exists with other settings.
+        """
         number = self._numbers.get(spec.name)
         if number is None:
             if len(self.tables) >= MAX_TABLES:
-                raise ValueError(f"{MAX_TABLES} tables are here already")
+                raise ValueError(f"wanted at most {MAX_TABLES} tables, got one more")
             self._numbers[spec.name] = number = len(self.tables)
             self.tables.append(Table(spec))
         elif difference := self.tables[number].spec.difference(spec):
@@ -71,61 +74,61 @@ class Shard:
         return number
 
     def push(self, author: Author, push: Push, now_s: int) -> list[ShardChange]:
-        """Take what a worker has found; return what is to be done, which may be nothing yet."""
-        self.pace.note(author.worker, push.step)
+        """Accept a worker's push; return the changes to apply, which may be none yet."""
+        self.progress.record_step(author.worker, push.step)
         if push.step <= self.applied.get(author, 0):
             return []
-        if not self.pace.mode.merges:
+        if not self.progress.mode.merges:
             return [ShardChange(((author, push.step),), self._admitted(push.parts), now_s)]
-        if push.step > self.pace.done:
+        if push.step > self.progress.done:
             self._waiting.setdefault(push.step, {})[author] = push
-        return self.whole_steps(now_s)
+        return self.complete_steps(now_s)
 
     def is_left_out(self, author: Author, step: int) -> bool:
-        """Whether what a worker has sent of a common step, which is over, is not contained: it came too late."""
-        return self.pace.mode.merges and self.applied.get(author, 0) < step
+        """Return whether a worker's push of a common step was too late and is not contained."""
+        return self.progress.mode.merges and self.applied.get(author, 0) < step
 
     def expect(self, workers: int, *, begins: bool) -> None:
-        """Wait for a job's workers: for all where it begins, else for those that have made steps here."""
+        """Wait for the job's workers: for all when the job begins, otherwise for those that have made steps here."""
         last = {author.worker: step for author, step in sorted(self.applied.items()) if author.worker < workers}
-        begin = self.pace.done if self.pace.mode.merges else min(last.values(), default=0)
-        self.pace.expect(range(workers) if begins else sorted(last), begin)
+        begin = self.progress.done if self.progress.mode.merges else min(last.values(), default=0)
+        self.progress.expect(range(workers) if begins else sorted(last), begin)
 
     def join(self, author: Author) -> int:
-        """A worker's process is here; return the step after which it begins.
+        """Register a worker's process; return the step after which it begins.
 
-        What its predecessor had sent of a step that is not whole is dropped: it is for this one to make it.
+        Pushes of an earlier process for steps that are not complete are dropped: the new process makes these steps.
         """
-        if self._drop_pushes(author.worker, but=author):
-            self.pace.leave(author.worker)
-        return self.pace.join(author.worker)
+        if self._drop_pushes(author.worker, keep=author):
+            self.progress.leave(author.worker)
+        return self.progress.join(author.worker)
 
     def leave(self, worker: int, now_s: int) -> list[ShardChange]:
-        """A worker is gone: drop its part of steps that are not whole, free its data; return what is to be done."""
+        """Remove a worker: drop its pushes of incomplete steps and free its parts. Returns the changes to apply."""
         for leases in self.passes.values():
             leases.leave(worker)
         return self.rest(worker, now_s)
 
     def rest(self, worker: int, now_s: int) -> list[ShardChange]:
-        """Wait for this worker no more; return what is to be done."""
-        self.pace.leave(worker)
+        """Stop waiting for a worker; return the changes to apply."""
+        self.progress.leave(worker)
         self._drop_pushes(worker)
-        return self.whole_steps(now_s)
+        return self.complete_steps(now_s)
 
-    def _drop_pushes(self, worker: int, but: Author | None = None) -> bool:
-        """Whether any had waited."""
+    def _drop_pushes(self, worker: int, keep: Author | None = None) -> bool:
+        """Drop the waiting pushes of a worker, and return whether there were any."""
         dropped = False
         for pushes in self._waiting.values():
-            for author in [each for each in pushes if each.worker == worker and each != but]:
+            for author in [each for each in pushes if each.worker == worker and each != keep]:
                 del pushes[author]
                 dropped = True
         return dropped
 
-    def whole_steps(self, now_s: int) -> list[ShardChange]:
-        """The changes of steps that all have sent."""
+    def complete_steps(self, now_s: int) -> list[ShardChange]:
+        """Return the changes of the steps that all workers have sent."""
         changes = []
         for step in sorted(self._waiting):
-            if not self.pace.is_whole(step):
+            if not self.progress.is_complete(step):
                 break
             pushes = sorted(self._waiting.pop(step).items())
             if pushes:
@@ -134,9 +137,9 @@ class Shard:
         return changes
 
     def lease(self, name: str, parts: int, done: int | None, worker: int) -> int:
-        """A worker has done a part of a pass through the data, if any, and wants another; `Kind.LEASE`'s answer.
+        """Finish a worker's part of the data, if any, and assign another; return the answer to `MessageKind.LEASE`.
 
-        Raises `ValueError`: the pass has another number of parts.
+        Raises `ValueError` if the pass has another number of parts.
         """
         leases = self.pass_of(name, parts)
         if done is not None:
@@ -147,11 +150,11 @@ class Shard:
         return ALL_DONE if leases.is_over else ALL_HELD
 
     def pass_of(self, name: str, parts: int) -> Leases:
-        """A pass through the data, which begins if it is new.
+        """Return a pass through the data, and start it if it is new.
 
-        One of another run than this ends those of earlier ones: the rows outlive a run, its passes do not.
+        The first pass of a run ends the passes of earlier runs: rows outlive a run, passes do not.
 
-        Raises `ValueError`: it has another number of parts.
+        Raises `ValueError` if the pass has another number of parts.
         """
         leases = self.passes.get(name)
         if leases is None:
@@ -160,31 +163,31 @@ class Shard:
             leases = self.passes[name] = Leases(parts)
         elif leases.parts != parts:
             shown = name.removeprefix(f"{_run_of(name)}{RUN_ENDS}")
-            raise ValueError(f"pass {shown!r} through the data has {leases.parts} parts, not {parts}: name another one")
+            raise ValueError(f"pass {shown!r} through the data has {leases.parts} parts, not {parts}: use another name")
         return leases
 
     def apply(self, change: ShardChange) -> None:
-        """Do it."""
+        """Apply a change."""
         for part in change.parts:
             table = self.tables[part.table]
-            if change.begins:
-                table.begin(part.ids, part.values)
+            if change.initializes:
+                table.initialize(part.ids, part.values)
             else:
                 table.apply(part.ids, part.values, change.now_s, part.lr)
         for author, step in change.steps:
-            if author not in self.applied:  # those that had this worker's place before are gone
+            if author not in self.applied:  # earlier processes of this worker are gone
                 self.applied = {each: its for each, its in self.applied.items() if each.worker != author.worker}
             self.applied[author] = step
-            if self.pace.mode.merges:
-                self.pace.done = max(self.pace.done, step)
+            if self.progress.mode.merges:
+                self.progress.done = max(self.progress.done, step)
 
     def shrink(self, before_s: int) -> int:
-        """Drop the rows that nobody has pushed to since then; return how many."""
+        """Drop the rows that received no push since a time, and return their number."""
         return sum(table.shrink(before_s) for table in self.tables)
 
     def is_answered(self, step: int) -> bool:
-        """Whether a worker that has sent this step may be told to go on."""
-        return self.pace.done >= step if self.pace.mode.merges else self.pace.may_go_on(step)
+        """Return whether a worker's push of this step can be answered."""
+        return self.progress.done >= step if self.progress.mode.merges else self.progress.may_continue(step)
 
     def _admitted(self, parts: Sequence[Gradients]) -> tuple[Gradients, ...]:
         found = []
@@ -200,7 +203,7 @@ def _run_of(name: str) -> str:
 
 
 def merge(pushes: Sequence[Push]) -> list[Gradients]:
-    """The weighted mean of the gradients of several workers, table by table."""
+    """Return the weighted mean of the gradients of several workers, by table."""
     whole = sum(push.weight for push in pushes) or 1.0
     by_table: dict[int, list[tuple[float, Gradients]]] = {}
     for push in pushes:
@@ -212,7 +215,7 @@ def merge(pushes: Sequence[Push]) -> list[Gradients]:
 def _mean(table: int, parts: Sequence[tuple[float, Gradients]]) -> Gradients:
     ids, places = torch.cat([part.ids for _, part in parts]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
     values = torch.cat([part.values * share for share, part in parts])
-    lr = parts[0][1].lr  # they make common steps: all have the same
+    lr = parts[0][1].lr  # the same for all workers of a common step
     return Gradients(
         table, ids, torch.zeros(len(ids), values.shape[1], dtype=values.dtype).index_add_(0, places, values), lr
     )

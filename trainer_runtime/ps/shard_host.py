@@ -1,7 +1,8 @@
-"""One shard as one server has it: as its primary, as a copy, or not at all; and who talks to it.
+"""A shard on one server, which is its primary, its replica or neither, with the connections of its workers and primary.
 
-All methods that change something are called with `lock` held, unless they say otherwise. A push is answered when every
-copy that the map knows of has it: while one does not answer, pushes wait until a map says that it is none.
+Methods that change the shard are called with `lock` held, unless their description says that they take it. A push is
+answered when every replica of the map has applied it. While a replica does not answer, pushes wait until a newer map
+has removed it.
 """
 
 from __future__ import annotations
@@ -26,303 +27,315 @@ from trainer_runtime.shard_map import ShardPlace, ShardServer
 
 log = logging.getLogger(__name__)
 
-_TRY_AGAIN_S = 0.1
-_TELL_MISSING_EVERY_S = 10.0
-_TELL_EVERY = 50
-"""Tries of a copy, until one that is made is a matter for people."""
-_NO_COPY = (BrokenError, OSError, RuntimeError, MemoryError)
-"""What a try may end with: torch's lack of memory is a RuntimeError."""
+_RETRY_S = 0.1
+_REPORT_MISSING_EVERY_S = 10.0
+_WARN_EVERY_TRIES = 50
+"""Failed attempts to create a replica until a warning is logged."""
+_COPY_ERRORS = (BrokenError, OSError, RuntimeError, MemoryError)
+"""Errors of an attempt to create a replica. Torch raises RuntimeError when memory is exhausted."""
 WAIT_WORKERS_S = 60.0
 GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is the same for all shards of a server.
+class ShardHostSettings:
+    """Settings that all shards of a server share.
 
-    `keep` makes what keeps a shard on disk, which it first fills from there if that is wanted. `say` tells the agent
-    whether a copy of a shard is whole, with the number of the map that this goes by.
+    `open_persistence` returns the object that keeps a shard on disk, and first fills the shard from disk if its last
+    argument is true. `report_replica` reports to the agent whether the replica of a shard is complete, with the number
+    of the map that this refers to.
     """
 
     me: ShardServer
     servers: tuple[Endpoint, ...]
     secret: bytes
     mode: Mode
-    keep: Callable[[int, Shard, threading.Condition, bool], ShardPersistence | None]
-    say: Callable[[int, int, bool], None]
+    open_persistence: Callable[[int, Shard, threading.Condition, bool], ShardPersistence | None]
+    report_replica: Callable[[int, int, bool], None]
     workers: int = 0
-    """The job's: where they wait for each other, they begin together."""
+    """Number of workers of the job. In modes in which workers wait for each other, they begin together."""
     wait_workers_s: float = WAIT_WORKERS_S
-    """How long those that have not come yet are waited for, by the first one that needs them."""
+    """How long the first worker that has made a step waits for workers that have not joined yet."""
     grace_s: float = GRACE_S
-    """How long one is waited for whose connection has ended, or that a server's successor has not seen yet."""
+    """How long workers wait for one whose connection has ended, or that has not connected to a new primary yet."""
     tls: ssl.SSLContext | None = None
-    """By which servers call each other. None: in the clear."""
+    """TLS context for connections between servers. None: they are not encrypted."""
 
 
-class Missing:
-    """Says for whom a shard's workers wait, and since when, every so often as long as they do.
+class MissingWorkers:
+    """Logs at intervals which workers the others wait for on a shard, and since when.
 
-    Times are of one clock, in seconds.
+    Times are those of one clock, in seconds.
     """
 
     def __init__(self, shard: int) -> None:
-        self.tell_at = math.inf
-        """When to look again. Infinite: nobody is missing."""
+        self.report_at = math.inf
+        """When to call `update` again. Infinite: no worker is missing."""
         self._shard = shard
         self._workers: list[int] = []
         self._since = 0.0
 
-    def look(self, workers: list[int], now: float) -> None:
-        """Take who is missing now; also after a while in which nobody has waited."""
-        if workers != self._workers or now > self.tell_at + _TELL_MISSING_EVERY_S:
+    def update(self, workers: list[int], now: float) -> None:
+        """Set the missing workers. A call after a long interval begins a new wait."""
+        if workers != self._workers or now > self.report_at + _REPORT_MISSING_EVERY_S:
             self._workers, self._since = workers, now
-            self.tell_at = now + _TELL_MISSING_EVERY_S if workers else math.inf
-        elif now >= self.tell_at:
-            self.tell_at += _TELL_MISSING_EVERY_S
+            self.report_at = now + _REPORT_MISSING_EVERY_S if workers else math.inf
+        elif now >= self.report_at:
+            self.report_at += _REPORT_MISSING_EVERY_S
             names = ", ".join(f"worker {worker}" for worker in workers)
             log.warning("shard %d waits; missing: %s (%.0f s)", self._shard, names, now - self._since)
 
 
 class ShardHost:
-    """A shard here, by its number."""
+    """One shard on this server."""
 
-    def __init__(self, number: int, settings: Settings) -> None:
+    def __init__(self, number: int, settings: ShardHostSettings) -> None:
         self.number = number
         self.lock = threading.Condition()
         self.shard = Shard(settings.mode)
         self.is_primary = False
-        self.map = 0
-        """Number of the newest that said where the shard is."""
-        self.here: dict[int, FrameConnection] = {}
+        self.map_number = 0
+        """Number of the newest map that was applied."""
+        self.connections: dict[int, FrameConnection] = {}
         """The newest connection of each worker."""
         self.incarnations: dict[int, int] = {}
-        """Of the process that has that."""
-        self.source: FrameConnection | None = None
-        """The primary's, whose copy this is."""
-        self.source_map = 0
-        """By which that gave it: maps that are older, and come later, say nothing of it."""
+        """Incarnation of the process that has this connection, by worker."""
+        self.primary_connection: FrameConnection | None = None
+        """Connection from the primary, if this server has or receives a replica."""
+        self.primary_map = 0
+        """Number of the map with which the primary began to send the replica; older maps are ignored."""
         self.era = 0
-        """Whose rows these are; 0: none, or not all of them."""
+        """Era of the rows; 0: there are no rows, or the replica is not complete."""
         self._settings = settings
         self._place: ShardPlace | None = None
-        self._line: ReplicaSender | None = None
-        """To a copy that has all."""
-        self._line_to: ShardServer | None = None
-        self._promised = 0
-        """The map by which it was last said that the copy is whole."""
-        self._copying: ShardServer | None = None
-        self._keeper: ShardPersistence | None = None
-        self._missing = Missing(number)
-        self._patience_s = settings.grace_s
-        """How long a worker is waited for that has not been here yet."""
+        self._sender: ReplicaSender | None = None
+        """Sends changes to a complete replica."""
+        self._sender_server: ShardServer | None = None
+        self._complete_map = 0
+        """Number of the map with which the replica was last reported to be complete."""
+        self._copying_to: ShardServer | None = None
+        self._persistence: ShardPersistence | None = None
+        self._missing = MissingWorkers(number)
+        self._absence_limit_s = settings.grace_s
+        """How long workers wait for one that has not connected to this server yet."""
 
-    # Where it is
+    # Roles
 
-    def take_place(self, number: int, place: ShardPlace) -> None:
-        """Go by a new map. Takes the lock."""
+    def apply_place(self, number: int, place: ShardPlace) -> None:
+        """Apply the place of the shard in a new map. Takes the lock."""
         with self.lock:
-            if number <= self.map or number < self.source_map:
+            if number <= self.map_number or number < self.primary_map:
                 return
-            self.map, self._place = number, place
+            self.map_number, self._place = number, place
             if place.primary == self._settings.me:
-                self._be_primary(place)
+                self._become_primary(place)
             else:
-                self._be_none(place)
+                self._resign_primary(place)
             self.lock.notify_all()
 
     def close(self) -> None:
-        """Let everybody go, and keep what is here. Takes the lock."""
+        """Close all connections, and write the shard to disk. Takes the lock."""
         with self.lock:
-            for connection in (*self.here.values(), *([self.source] if self.source else [])):
+            for connection in (
+                *self.connections.values(),
+                *([self.primary_connection] if self.primary_connection else []),
+            ):
                 connection.close()
-            self.here.clear()
-            self._drop_line()
-            keeper, self._keeper = self._keeper, None
+            self.connections.clear()
+            self._close_sender()
+            persistence, self._persistence = self._persistence, None
             self._place = None
             self.lock.notify_all()
-        if keeper is not None:
-            keeper.close()
+        if persistence is not None:
+            persistence.close()
 
-    def _be_primary(self, place: ShardPlace) -> None:
-        if self.source is not None:
-            self.source.close()
-            self.source = None
+    def _become_primary(self, place: ShardPlace) -> None:
+        if self.primary_connection is not None:
+            self.primary_connection.close()
+            self.primary_connection = None
         if not self.is_primary or self.era != place.era:
             if self.era != place.era:
-                self._forget()
-            self._begin(place)
-            self.is_primary = True  # not before it has all: beginning may fail
+                self._discard_outdated()
+            self._load(place)
+            self.is_primary = True  # only now, as loading may fail
         wanted = place.replica or place.joining
-        if self._line_to != wanted:
-            self._drop_line()
-        if self._line is not None and place.joining == self._line_to:
-            self._promise(is_whole=True)
-        elif self._line is None and place.replica is not None:
-            self._promise(is_whole=False)
-        elif self._line is None and place.joining is not None and self._copying != place.joining:
-            self._copying = place.joining
-            threading.Thread(target=self._copy, args=(place.joining,), name="ps-copy", daemon=True).start()
+        if self._sender_server != wanted:
+            self._close_sender()
+        if self._sender is not None and place.joining == self._sender_server:
+            self._report(is_whole=True)
+        elif self._sender is None and place.replica is not None:
+            self._report(is_whole=False)
+        elif self._sender is None and place.joining is not None and self._copying_to != place.joining:
+            self._copying_to = place.joining
+            threading.Thread(target=self._copy_to, args=(place.joining,), name="ps-copy", daemon=True).start()
 
-    def _forget(self) -> None:
-        """Another has had it since: what is here, its copy, and what keeps it are of rows that are no more."""
-        self._drop_line()
-        self._drop_keeper()
+    def _discard_outdated(self) -> None:
+        """Stop the replica and the persistence of outdated rows: another server has had the shard since."""
+        self._close_sender()
+        self._drop_persistence()
 
-    def _begin(self, place: ShardPlace) -> None:
-        """Serve: what was copied here, if it is all there is, else what was kept on disk."""
+    def _load(self, place: ShardPlace) -> None:
+        """Serve the replica's rows if they are complete and current, otherwise the rows on disk."""
         is_new = self.era != place.era
         if is_new:
-            for connection in self.here.values():
-                connection.close()  # who was here comes again, and is known to the new one then
+            for connection in self.connections.values():
+                connection.close()  # the workers connect again, and the new shard registers them
             self.shard = Shard(self._settings.mode)
             self.era = place.era
-        self._keeper = self._settings.keep(self.number, self.shard, self.lock, is_new)
+        self._persistence = self._settings.open_persistence(self.number, self.shard, self.lock, is_new)
         if self._settings.mode.waits:
             begins = not self.shard.applied or (is_new and place.era == 1)
-            self._patience_s = self._settings.wait_workers_s if begins else self._settings.grace_s
+            self._absence_limit_s = self._settings.wait_workers_s if begins else self._settings.grace_s
             self.shard.expect(self._settings.workers, begins=begins)
 
-    def _be_none(self, place: ShardPlace) -> None:
-        """A copy at most."""
+    def _resign_primary(self, place: ShardPlace) -> None:
+        """Stop being the primary. The server has at most a replica then."""
         if self.is_primary:
             self.is_primary = False
             self.era = 0
-            self._drop_line()
-            for connection in self.here.values():
+            self._close_sender()
+            for connection in self.connections.values():
                 connection.close()
-            self.here.clear()
+            self.connections.clear()
             self.shard = Shard(self._settings.mode)
-            self._drop_keeper()
-        if self._settings.me not in (place.replica, place.joining) and self.source is not None:
-            self.source.close()
-            self.source = None
+            self._drop_persistence()
+        if self._settings.me not in (place.replica, place.joining) and self.primary_connection is not None:
+            self.primary_connection.close()
+            self.primary_connection = None
             self.era = 0
 
-    def _drop_keeper(self) -> None:
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            threading.Thread(target=keeper.drop, name="ps-keeper-end").start()
+    def _drop_persistence(self) -> None:
+        persistence, self._persistence = self._persistence, None
+        if persistence is not None:
+            threading.Thread(target=persistence.drop, name="ps-persistence-end").start()
 
-    # What changes it
+    # Changes
 
     def wait_primary(self) -> None:
-        """Wait until no copy is in question. Raises `BrokenError`: it is elsewhere."""
-        self.lock.wait_for(lambda: not self.is_primary or not self._is_in_question())
+        """Wait until the state of the replica is certain. Raises `BrokenError` if this server is not the primary."""
+        self.lock.wait_for(lambda: not self.is_primary or not self._is_replica_uncertain())
         if not self.is_primary:
-            raise BrokenError(f"shard {self.number} is elsewhere")
+            raise BrokenError(f"shard {self.number} has moved to another server")
 
-    def do(self, changes: Sequence[ShardChange]) -> None:
-        """Do it in all copies. Raises `BrokenError`: the shard is elsewhere, and this is for nothing."""
+    def apply_changes(self, changes: Sequence[ShardChange]) -> None:
+        """Apply changes here and on the replica. Raises `BrokenError` if this server is no longer the primary.
+
+        In that case the changes are discarded here, and the worker sends them to the new primary.
+        """
         for change in changes:
-            self._replicate(lambda line, change=change: line.send(change))  # type: ignore[misc]
+            self._replicate(lambda sender, change=change: sender.send(change))  # type: ignore[misc]
             self.shard.apply(change)
-            self._replicate(lambda line: line.wait())
+            self._replicate(lambda sender: sender.wait())
         if changes:
             self.lock.notify_all()
             self.wait_primary()
 
-    def tell_copy(self, kind: MessageKind, words: bytes) -> None:
-        """Let the copy have what else has changed. Raises `BrokenError` as `do`."""
-        self._replicate(lambda line: line.tell(kind, words))
+    def send_to_replica(self, kind: MessageKind, payload: bytes) -> None:
+        """Send any other change of the shard's state to the replica. Raises `BrokenError` as `apply_changes`."""
+        self._replicate(lambda sender: sender.send_message(kind, payload))
         self.wait_primary()
 
     def leave(self, worker: int, connection: FrameConnection) -> None:
-        """A worker's connection has ended: it has a while to come again, unless it rests, or has left."""
-        if self.here.get(worker) is not connection:
+        """Handle the end of a worker's connection: the worker has a grace period, unless it rests or has left."""
+        if self.connections.get(worker) is not connection:
             return
-        del self.here[worker]
-        if self.is_primary and worker in self.shard.pace.steps:
-            self.shard.pace.lose(worker, time.monotonic() + self._settings.grace_s)
+        del self.connections[worker]
+        if self.is_primary and worker in self.shard.progress.steps:
+            self.shard.progress.disconnect(worker, time.monotonic() + self._settings.grace_s)
         elif self.is_primary:
-            self.do(self.shard.leave(worker, int(time.time())))
+            self.apply_changes(self.shard.leave(worker, int(time.time())))
         self.lock.notify_all()
 
     def wait_change(self) -> None:
-        """Wait until something has changed, be it that a worker has not come in time. Raises `BrokenError` as `do`."""
+        """Wait until the shard has changed or a missing worker is overdue. Raises `BrokenError` as `apply_changes`."""
         now = time.monotonic()
-        pace = self.shard.pace
-        pace.limit(now + self._patience_s)
-        late = pace.late(now)
-        self._missing.look(sorted(pace.away), now)
-        if late:  # one by one: the others may come while this is done
-            log.warning("shard %d goes on without worker %d, which has not come in time", self.number, late[0])
-            self.do(self.shard.leave(late[0], int(time.time())))
+        progress = self.shard.progress
+        progress.limit_wait(now + self._absence_limit_s)
+        late = progress.overdue(now)
+        self._missing.update(sorted(progress.absent), now)
+        if late:  # one at a time: the others may connect meanwhile
+            log.warning("shard %d goes on without worker %d, which has not connected in time", self.number, late[0])
+            self.apply_changes(self.shard.leave(late[0], int(time.time())))
             self.lock.notify_all()
         else:
-            wake_at = min(pace.wake_at, self._missing.tell_at)
+            wake_at = min(progress.wake_at, self._missing.report_at)
             self.lock.wait(None if wake_at == math.inf else max(0.0, wake_at - now))
 
-    # Its copy
+    # The replica
 
-    def _replicate(self, tell: Callable[[ReplicaSender], Any]) -> None:
-        if self._line is None:
+    def _replicate(self, call: Callable[[ReplicaSender], Any]) -> None:
+        if self._sender is None:
             return
         try:
-            tell(self._line)
+            call(self._sender)
         except BrokenError as broken:
-            log.warning("the copy of shard %d is lost: %s", self.number, broken)
-            self._line.close()
-            self._line = None
-            if self._place is not None and self._place.replica == self._line_to:
-                self._promise(is_whole=False)
+            log.warning("the replica of shard %d is lost: %s", self.number, broken)
+            self._sender.close()
+            self._sender = None
+            if self._place is not None and self._place.replica == self._sender_server:
+                self._report(is_whole=False)
 
-    def _is_in_question(self) -> bool:
-        """Whether the map knows of a copy, or may come to, that does not get what changes."""
-        if self._line is not None or self._place is None:
+    def _is_replica_uncertain(self) -> bool:
+        """Whether the map has a replica, or may get one, that does not receive the changes."""
+        if self._sender is not None or self._place is None:
             return False
-        return self._place.replica is not None or self._promised == self.map
+        return self._place.replica is not None or self._complete_map == self.map_number
 
-    def _promise(self, *, is_whole: bool) -> None:
+    def _report(self, *, is_whole: bool) -> None:
         if is_whole:
-            self._promised = self.map
-        self._settings.say(self.map, self.number, is_whole)
+            self._complete_map = self.map_number
+        self._settings.report_replica(self.map_number, self.number, is_whole)
 
-    def _drop_line(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        self._line = self._line_to = None
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = self._sender_server = None
 
-    def _copy(self, to: ShardServer) -> None:
-        """On a thread of its own: until it has all, or is not to have it any more."""
+    def _copy_to(self, to: ShardServer) -> None:
+        """Create a replica, on a thread of its own, until it is complete or no longer wanted."""
         hello = {"shard": self.number, "primary": list(self._settings.me)}
         for tries in count(1):
             with self.lock:
                 is_wanted = self.is_primary and self._place is not None and self._place.joining == to
                 if not is_wanted:
-                    self._copying = None if self._copying == to else self._copying
+                    self._copying_to = None if self._copying_to == to else self._copying_to
                     return
-                hello |= {"map": self.map, "era": self.era}
+                hello |= {"map": self.map_number, "era": self.era}
                 shard = self.shard
-            line = None
+            sender = None
             try:
                 endpoint = self._settings.servers[to.server]
-                line = ReplicaSender(self.number, endpoint, self._settings.secret, hello, self._settings.tls)
-                line.copy(shard, self.lock)
-            except _NO_COPY as broken:
-                level = logging.DEBUG if tries % _TELL_EVERY else logging.WARNING
+                sender = ReplicaSender(self.number, endpoint, self._settings.secret, hello, self._settings.tls)
+                sender.copy(shard, self.lock)
+            except _COPY_ERRORS as broken:
+                level = logging.DEBUG if tries % _WARN_EVERY_TRIES else logging.WARNING
                 log.log(
-                    level, "shard %d has no copy on server %d after %d tries: %s", self.number, to.server, tries, broken
+                    level,
+                    "shard %d has no replica on server %d after %d tries: %s",
+                    self.number,
+                    to.server,
+                    tries,
+                    broken,
                 )
-                if line is not None:
-                    line.close()
-                time.sleep(_TRY_AGAIN_S)
+                if sender is not None:
+                    sender.close()
+                time.sleep(_RETRY_S)
                 continue
-            try:  # with the lock, which `copy` has left to us
-                if self._take_line(line, to, shard):
+            try:  # `copy` has returned with the lock held
+                if self._adopt_sender(sender, to, shard):
                     return
             finally:
                 self.lock.release()
 
-    def _take_line(self, line: ReplicaSender, to: ShardServer, shard: Shard) -> bool:
-        """Whether a copy that is whole is still wanted: what changes goes there from now on."""
+    def _adopt_sender(self, sender: ReplicaSender, to: ShardServer, shard: Shard) -> bool:
+        """Send changes to a complete replica from now on; return whether it is still wanted."""
         place = self._place
         if not self.is_primary or self.shard is not shard or place is None or place.joining != to:
-            line.close()
+            sender.close()
             return False
-        self._copying = None
-        self._drop_line()
-        self._line, self._line_to = line, to
-        self._promise(is_whole=True)
+        self._copying_to = None
+        self._close_sender()
+        self._sender, self._sender_server = sender, to
+        self._report(is_whole=True)
         self.lock.notify_all()
         return True

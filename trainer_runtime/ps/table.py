@@ -1,7 +1,7 @@
-"""A table of rows by id, as one server holds a part of it. No clock, no I/O: who calls says what time it is.
+"""One server's part of a table: rows by id. It uses no clock and no I/O; callers pass the time.
 
-A row that was never pushed to is a pure function of (seed, table, id), so it takes no memory, reading changes nothing,
-and any server that is asked for it gives the same numbers. With the first push that counts it is stored.
+A row that was never pushed to is a pure function of (seed, table, id). It takes no memory, reading it changes nothing,
+and every server returns the same numbers for it. The first push that counts stores the row.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ import torch
 from trainer_runtime.ps.arena import Arena
 from trainer_runtime.ps.frames import is_integer
 from trainer_runtime.ps.hashing import seed_of, uniform
-from trainer_runtime.ps.index import ABSENT, NOBODY, Index
+from trainer_runtime.ps.index import ABSENT, NO_ID, Index
 from trainer_runtime.ps.rules import Rule, rule_of
 
 MAX_DIM = 1 << 16
 _TOUCHED, _VERSION = 0, 1
 _EVICT_TO = 0.9
-_CACHED = 1 << 16
-"""So many numbers of rows are changed at once: what was read is written while a core's cache still has it."""
+_CHUNK_NUMBERS = 1 << 16
+"""Numbers of rows that are updated at a time, so that they are written while they are still in a core's cache."""
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What all servers and workers know of a table."""
+    """The description of a table, the same on all servers and workers."""
 
     name: str
     dim: int
-    """Numbers in a row that are trained."""
+    """Trained numbers in a row."""
     rule: Rule
     initial: str = "uniform"
-    """What rows begin with: `zeros`, `uniform` in [-scale, scale), `normal` with that deviation."""
+    """Initial values of rows: `zeros`, `uniform` in [-scale, scale), or `normal` with standard deviation `scale`."""
     scale: float = 0.01
     seed: int = 0
     admit_after: int = 1
-    """Pushes of an id until it has a row: the rare ones get none."""
+    """Number of pushes until an id has a row; rarer ids have none."""
     max_rows: int = 0
-    """More than that on one server, and those untouched for longest lose theirs. 0: no limit."""
+    """With more rows than this on one server, those that were not touched for longest are dropped. 0: no limit."""
     layout: str = ""
-    """Of a model's own parameters: what lies where. Their rows are never dropped. Empty: rows are of ids."""
+    """Hash of names and shapes of parameters that fill the rows, which are never dropped then. Empty: rows of ids."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` where a law does not hold."""
+        """Raise `ValueError` if a field is invalid."""
         numbers = (self.dim, self.seed, self.admit_after, self.max_rows)
-        words = (self.name, self.initial, self.layout)
-        if not (all(isinstance(word, str) for word in words) and isinstance(self.scale, int | float)):
-            raise ValueError(f"table {self.name!r}: names are words, and scale is a number")
+        texts = (self.name, self.initial, self.layout)
+        if not (all(isinstance(text, str) for text in texts) and isinstance(self.scale, int | float)):
+            raise ValueError(f"table {self.name!r}: name, initial and layout must be strings, and scale a number")
         if not all(map(is_integer, numbers)):
-            raise ValueError(f"table {self.name!r}: dim, seed, admit_after and max_rows are whole numbers of 64 bits")
+            raise ValueError(f"table {self.name!r}: dim, seed, admit_after and max_rows must be 64-bit integers")
         try:
             self.name.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"table {self.name!r}: its name is no text") from None
+            raise ValueError(f"table {self.name!r}: the name is not valid Unicode") from None
         if not 1 <= self.dim <= MAX_DIM:
             raise ValueError(f"table {self.name!r}: dim must be from 1 to {MAX_DIM}, not {self.dim}")
         if self.initial not in {"zeros", "uniform", "normal"}:
@@ -64,7 +64,7 @@ class TableSpec:
             raise ValueError(f"table {self.name!r}: admit_after must be at least 1, and max_rows at least 0")
 
     def difference(self, other: TableSpec) -> str:
-        """In words, how another of the same name differs, but for the learning rate. Empty: it does not."""
+        """Describe how another table of this name differs, except in the learning rate. Empty: it does not."""
         if self.is_same(other):
             return ""
         if self.layout != other.layout:
@@ -72,68 +72,68 @@ class TableSpec:
         return f"table {self.name!r} was declared as {self}, now as {other}"
 
     def is_same(self, other: TableSpec) -> bool:
-        """Whether this is the other, but for the learning rate, which each push may say."""
+        """Return whether the tables are equal except for the learning rate, which each push can set."""
         return replace(self, rule=replace(self.rule, lr=other.rule.lr)) == other
 
     def to_json(self) -> dict[str, Any]:
-        """What `spec_of` reads."""
+        """Return the table as JSON for `spec_of`."""
         return {**asdict(self), "rule": self.rule.to_json()}
 
     def initial_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """What rows begin with, (ids, dim): the same wherever it is asked."""
+        """Return the initial values of rows, (ids, dim); the same on every server."""
         seed = seed_of(self.seed, self.name)
         if self.initial == "zeros":
             return torch.zeros(len(ids), self.dim, dtype=torch.float32)
         if self.initial == "uniform":
             return uniform(ids, self.dim, seed).mul_(2).sub_(1).mul_(self.scale)
-        # Box and Muller's transform
+        # Box-Muller transform
         drawn = uniform(ids, 2 * self.dim, seed)
         radius = (1 - drawn[:, : self.dim]).log_().mul_(-2).sqrt_()
         return radius.mul_((drawn[:, self.dim :] * (2 * torch.pi)).cos_()).mul_(self.scale)
 
 
-def spec_of(told: Mapping[str, Any]) -> TableSpec:
-    """The table that `TableSpec.to_json` describes. Raises `ValueError`."""
+def spec_of(record: Mapping[str, Any]) -> TableSpec:
+    """Return the table that `TableSpec.to_json` described. Raises `ValueError`."""
     try:
-        return TableSpec(**{**told, "rule": rule_of(told["rule"])})
+        return TableSpec(**{**record, "rule": rule_of(record["rule"])})
     except (TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"this describes no table: {error}") from None
+        raise ValueError(f"wanted a description of a table, got something else: {error}") from None
 
 
 class TablePart(NamedTuple):
-    """Rows with all that belongs to them, to be kept or to be handed on."""
+    """Rows with their optimizer state and times, to be written to disk or sent to a replica."""
 
     ids: torch.Tensor
     """(rows,), 64-bit integers."""
     rows: torch.Tensor
-    """(rows, dim + memory), 32-bit floats."""
+    """(rows, dim + optimizer state), 32-bit floats."""
     touched: torch.Tensor
     """(rows,), 64-bit integers: seconds since 1970 of the last push."""
 
 
 class Table:
-    """The rows of a table that are stored here."""
+    """The rows of a table that are stored on this server."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
         self.version = 0
-        """Counts the changes."""
+        """Number of changes of the table."""
         self.drops = 0
-        """Counts how often rows were dropped."""
+        """Number of times that rows were dropped."""
         self._index = Index()
         self._rows = Arena(spec.dim + spec.rule.memory(spec.dim))
-        self._at_once = max(1, _CACHED // self._rows.columns)
+        self._chunk_rows = max(1, _CHUNK_NUMBERS // self._rows.columns)
         self._meta = Arena(2, torch.int64)
         self._used = 0
         self._free = torch.empty(0, dtype=torch.int64)
-        """Numbers of rows that were dropped."""
-        self._waiting = _Counts()
+        """Numbers of rows that were dropped and can be used again."""
+        self._push_counts = _Counts()
 
     def __len__(self) -> int:
         return self._index.size
 
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of ids, (ids, dim). They may repeat."""
+        """Return the rows of ids, (ids, dim). Ids may repeat."""
         rows = self._index.find(ids)
         absent = (rows == ABSENT).nonzero().squeeze(1)
         if not len(absent):
@@ -146,15 +146,15 @@ class Table:
         return values
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
-        """Which of the ids, that differ, have a row or are to have one, as a mask; the others are counted."""
+        """Return a mask of the distinct ids that have a row or get one with this push; count the others."""
         admitted = torch.ones(len(ids), dtype=torch.bool)
         if self.spec.admit_after > 1:
             absent = self._index.find(ids) == ABSENT
-            admitted[absent] = self._waiting.add(ids[absent]) >= self.spec.admit_after
+            admitted[absent] = self._push_counts.add(ids[absent]) >= self.spec.admit_after
         return admitted
 
-    def begin(self, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Let those of the ids that have no row have one that begins with these values, (ids, dim)."""
+    def initialize(self, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Create rows with these values, (ids, dim), for those of the ids that have no row."""
         absent = self._index.find(ids) == ABSENT
         rows = self._create(ids[absent])
         self.version += 1
@@ -162,12 +162,12 @@ class Table:
         self._touch(rows, torch.zeros_like(rows))
 
     def apply(self, ids: torch.Tensor, gradients: torch.Tensor, now_s: int, lr: float | None = None) -> None:
-        """Change the rows of ids that differ by gradients (ids, dim). `lr`: another learning rate than the table's."""
+        """Update the rows of distinct ids with gradients (ids, dim). `lr` replaces the table's learning rate."""
         rule = self.spec.rule if lr is None else replace(self.spec.rule, lr=lr)
         rows = self._find_or_create(ids)
         self.version += 1
-        for begin in range(0, len(ids), self._at_once):
-            some = slice(begin, begin + self._at_once)
+        for begin in range(0, len(ids), self._chunk_rows):
+            some = slice(begin, begin + self._chunk_rows)
             values = self._rows.read(rows[some])
             rule.apply(values, gradients[some])
             self._rows.write(rows[some], values)
@@ -176,14 +176,14 @@ class Table:
             self._evict(int(self.spec.max_rows * _EVICT_TO))
 
     def put(self, part: TablePart) -> None:
-        """Store rows as they are, in place of what was there."""
+        """Store rows as they are, replacing existing ones."""
         rows = self._find_or_create(part.ids)
         self.version += 1
         self._rows.write(rows, part.rows)
         self._touch(rows, part.touched)
 
     def changed_since(self, version: int) -> TablePart:
-        """All rows that were changed after that version; 0: all rows."""
+        """Return all rows that were changed after a version; 0: all rows."""
         ids, rows = self._index.items()
         meta = self._meta.read(rows)
         changed = meta[:, _VERSION] > version
@@ -191,13 +191,13 @@ class Table:
         return TablePart(ids, self._rows.read(rows), meta[changed, _TOUCHED].contiguous())
 
     def shrink(self, before_s: int) -> int:
-        """Drop the rows that nobody has pushed to since then; return how many."""
+        """Drop the rows that received no push since a time, and return their number."""
         if self.spec.layout:
             return 0
         ids, rows = self._index.items()
         keep = self._meta.read(rows)[:, _TOUCHED] >= before_s
-        self._keep(ids, rows, keep)
-        self._waiting = _Counts()
+        self._retain(ids, rows, keep)
+        self._push_counts = _Counts()
         return len(ids) - int(keep.sum())
 
     def _evict(self, most: int) -> None:
@@ -206,9 +206,9 @@ class Table:
         order = touched[:, _VERSION].argsort(descending=True)
         keep = torch.zeros_like(ids, dtype=torch.bool)
         keep[order[:most]] = True
-        self._keep(ids, rows, keep)
+        self._retain(ids, rows, keep)
 
-    def _keep(self, ids: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> None:
+    def _retain(self, ids: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> None:
         self.version += 1
         self.drops += 1
         self._free = torch.cat([self._free, rows[~keep]])
@@ -233,23 +233,23 @@ class Table:
         self._used += fresh
         self._rows.reserve(self._used)
         self._meta.reserve(self._used)
-        begun = torch.empty(len(ids), self._rows.columns, dtype=torch.float32)
-        begun[:, : self.spec.dim] = self.spec.initial_rows(ids)
-        self.spec.rule.begin(begun[:, self.spec.dim :])
-        self._rows.write(rows, begun)
+        new_rows = torch.empty(len(ids), self._rows.columns, dtype=torch.float32)
+        new_rows[:, : self.spec.dim] = self.spec.initial_rows(ids)
+        self.spec.rule.begin(new_rows[:, self.spec.dim :])
+        self._rows.write(rows, new_rows)
         self._index.add(ids, rows)
         return rows
 
 
 class _Counts:
-    """How often ids were asked for that have no row yet."""
+    """Numbers of pushes of ids that have no row yet."""
 
     def __init__(self) -> None:
         self._index = Index()
         self._counts = Arena(1, torch.int64)
 
     def add(self, ids: torch.Tensor) -> torch.Tensor:
-        """Count each once more; return the counts."""
+        """Count each id once more, and return the counts."""
         places = self._index.find(ids)
         new = places == ABSENT
         if new.any():
@@ -264,6 +264,6 @@ class _Counts:
 
 
 def check_ids(ids: torch.Tensor) -> None:
-    """Raises `ValueError` if the ids do not grow, or one is none."""
-    if len(ids) and (int(ids[0]) == NOBODY or not bool((ids[1:] > ids[:-1]).all())):
-        raise ValueError("ids must grow from each to the next, and be none of -2**63")
+    """Raise `ValueError` if ids are not sorted and distinct, or contain `NO_ID`."""
+    if len(ids) and (int(ids[0]) == NO_ID or not bool((ids[1:] > ids[:-1]).all())):
+        raise ValueError("wanted sorted, distinct ids other than -2**63, got others")

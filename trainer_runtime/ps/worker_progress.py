@@ -1,11 +1,11 @@
-"""Who waits for whom: how far each worker is, and when one may go on.
+"""The steps of the workers at one shard, and when a worker may continue with the next step.
 
-A worker's step is at one server what its last push said. `done` is the step up to which nobody here waits any more.
-Servers judge each for itself; what holds is only that a worker does not begin step s + 1 before all of them let it.
+A worker's step at a shard is that of its last push. In modes that merge, `done` is the last step that was applied.
+Each shard decides for itself. The guarantee is that a worker begins step s + 1 only after all shards have allowed it.
 
-Where workers wait for each other, one that is not here is waited for too, up to a time: those of the job when it
-begins, those that have made steps when a server takes another's place, and one whose connection has ended. Who rests
-or has left is not. Times are the caller's, of one clock of its own.
+Where workers wait for each other, they also wait, up to a deadline, for some that are absent: all workers of the job
+when it begins, the workers that have made steps when a replica becomes the primary, and a worker whose connection has
+ended. Workers that rest or have left are not waited for. Times are the caller's, of one clock.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Mode:
-    """How gradients of several workers come together."""
+    """How the gradients of several workers are combined."""
 
     merges: bool = False
-    """Steps are the workers' common ones: the mean of their gradients is applied once all have sent theirs."""
+    """Workers make common steps: the mean of their gradients is applied once all have sent theirs."""
     ahead: float = math.inf
-    """So many steps one may be ahead of the slowest."""
+    """How many steps a worker may be ahead of the slowest."""
     every: int = 0
-    """Workers change copies of their own, and push what has become of them every so many steps. 0: they do not."""
+    """Workers train copies of the rows and push the differences every so many steps. 0: they push gradients."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` where a law does not hold."""
+        """Raise `ValueError` if the fields contradict each other."""
         if self.ahead < 0 or self.every < 0 or (self.merges and (self.ahead or self.every)):
-            raise ValueError(f"a mode cannot be {self}: steps that merge are common, and numbers are not negative")
+            raise ValueError(f"invalid mode {self}: merges excludes ahead and every, and numbers must not be negative")
 
     @property
     def waits(self) -> bool:
@@ -42,71 +42,71 @@ ASYNC = Mode()
 
 
 def bounded(ahead: int) -> Mode:
-    """Each gradient counts at once; a worker may be so many steps ahead of the slowest."""
+    """Apply each gradient at once; a worker may be so many steps ahead of the slowest."""
     return Mode(ahead=ahead)
 
 
 def geo(every: int) -> Mode:
-    """Workers train copies of their own, and add the differences up on the servers every so many steps."""
+    """Train copies on the workers, and add the differences up on the servers every so many steps."""
     return Mode(every=every)
 
 
 @dataclass
 class WorkerProgress:
-    """The workers of one job, as one server sees them."""
+    """The progress of a job's workers at one shard."""
 
     mode: Mode
     steps: dict[int, int] = field(default_factory=dict)
-    """The last step of each worker that is waited for."""
-    away: dict[int, float] = field(default_factory=dict)
-    """Of those the ones that are not here: until when they are waited for."""
+    """The last step of each worker that the others wait for."""
+    absent: dict[int, float] = field(default_factory=dict)
+    """The absent workers among these, with the deadline until which the others wait."""
     done: int = 0
-    """Of steps that merge: the last that was applied."""
+    """In modes that merge: the last step that was applied."""
 
     def expect(self, workers: Iterable[int], begin: int) -> None:
-        """These are to come, and begin after this step. How long they are waited for `limit` says."""
+        """Wait for these workers, which begin after this step. `limit_wait` sets the deadline."""
         for worker in workers:
             self.steps[worker] = begin
-            self.away[worker] = math.inf
+            self.absent[worker] = math.inf
 
     def join(self, worker: int) -> int:
-        """A worker is here; return the step after which it begins: where the slowest is."""
-        self.away.pop(worker, None)
+        """Register a worker that has connected; return the step after which it begins, that of the slowest."""
+        self.absent.pop(worker, None)
         begin = self.done if self.mode.merges else min(self.steps.values(), default=0)
         return self.steps.setdefault(worker, begin)
 
-    def lose(self, worker: int, until: float) -> None:
-        """Its connection has ended: it is waited for until then."""
+    def disconnect(self, worker: int, until: float) -> None:
+        """Wait until the deadline for a worker whose connection has ended."""
         if worker in self.steps:
-            self.away[worker] = until
+            self.absent[worker] = until
 
     def leave(self, worker: int) -> None:
-        """It is not waited for any more."""
+        """Stop waiting for a worker."""
         self.steps.pop(worker, None)
-        self.away.pop(worker, None)
+        self.absent.pop(worker, None)
 
-    def limit(self, until: float) -> None:
-        """Somebody waits now: nobody who is not here is waited for beyond that."""
-        self.away = {worker: min(own, until) for worker, own in self.away.items()}
+    def limit_wait(self, until: float) -> None:
+        """Limit the deadlines of absent workers. Called while a worker waits."""
+        self.absent = {worker: min(own, until) for worker, own in self.absent.items()}
 
-    def late(self, now: float) -> list[int]:
-        """Those that have not come in time."""
-        return sorted(worker for worker, until in self.away.items() if until <= now)
+    def overdue(self, now: float) -> list[int]:
+        """Return the workers whose deadline has passed."""
+        return sorted(worker for worker, until in self.absent.items() if until <= now)
 
     @property
     def wake_at(self) -> float:
-        """When the next of them is late; infinite: never."""
-        return min(self.away.values(), default=math.inf)
+        """The earliest deadline; infinite: there is none."""
+        return min(self.absent.values(), default=math.inf)
 
-    def note(self, worker: int, step: int) -> None:
-        """It has sent what it found in this step."""
-        self.away.pop(worker, None)
+    def record_step(self, worker: int, step: int) -> None:
+        """Record that a worker has sent its push of a step."""
+        self.absent.pop(worker, None)
         self.steps[worker] = max(step, self.steps.get(worker, 0))
 
-    def is_whole(self, step: int) -> bool:
-        """Whether all who are waited for have sent what they found in this step."""
+    def is_complete(self, step: int) -> bool:
+        """Return whether all workers that are waited for have sent this step."""
         return all(sent >= step for sent in self.steps.values())
 
-    def may_go_on(self, step: int) -> bool:
-        """Whether one that has sent this step may begin the next."""
+    def may_continue(self, step: int) -> bool:
+        """Return whether a worker that has sent this step may begin the next one."""
         return min(self.steps.values(), default=step) + self.mode.ahead >= step

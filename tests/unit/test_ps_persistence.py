@@ -1,4 +1,4 @@
-"""What a server keeps on disk is there again as it was, up to the last that is whole; what is damaged is known."""
+"""Persistence of a shard: a server restores what the last one wrote, up to the last intact file, and detects damage."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from waiting import wait_for
 
 from trainer_runtime.checkpoint import DamagedError
 from trainer_runtime.ps import persistence
-from trainer_runtime.ps.job import _RoleJob, _Rows
 from trainer_runtime.ps.messages import Gradients, Push
 from trainer_runtime.ps.persistence import (
-    AppliedPushes,
     Ownership,
     ShardPersistence,
+    ShardSnapshot,
+    capture,
     load,
     note_finished,
     save,
     set_aside_finished,
-    take,
 )
+from trainer_runtime.ps.process import ProcessState
 from trainer_runtime.ps.roles import Role
 from trainer_runtime.ps.rules import Adagrad
+from trainer_runtime.ps.server_process import ShardLoader
 from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.ps.worker_progress import ASYNC
@@ -58,13 +59,13 @@ def restored(directory: Path) -> tuple[Shard, float | None]:
     return shard, ShardPersistence(directory, shard, threading.Condition()).restore()
 
 
-def test_a_server_that_begins_has_what_the_last_one_wrote(tmp_path: Path) -> None:
+def test_a_new_server_restores_what_the_last_one_wrote(tmp_path: Path) -> None:
     shard = new_shard()
-    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
-    assert keeper.restore() is None
+    persister = ShardPersistence(tmp_path, shard, threading.Condition())
+    assert persister.restore() is None
     for _ in range(12):
         train(shard, 3)
-        keeper.write()
+        persister.write()
     names = {path.name[:5] for path in tmp_path.iterdir()}
     assert names == {"whole", "since"}
     again, at = restored(tmp_path)
@@ -73,7 +74,7 @@ def test_a_server_that_begins_has_what_the_last_one_wrote(tmp_path: Path) -> Non
     assert torch.equal(rows(again), rows(shard))
 
 
-def test_one_that_goes_on_writes_after_what_it_found(tmp_path: Path) -> None:
+def test_a_restored_server_continues_the_existing_files(tmp_path: Path) -> None:
     shard = new_shard()
     first = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
@@ -89,14 +90,14 @@ def test_one_that_goes_on_writes_after_what_it_found(tmp_path: Path) -> None:
     assert torch.equal(rows(restored(tmp_path)[0]), rows(shard))
 
 
-def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
+def test_nothing_is_written_without_changes(tmp_path: Path) -> None:
     shard = new_shard()
-    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
+    persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
 
     def is_written() -> bool:
         before = {path.name for path in tmp_path.iterdir()}
-        keeper.write()
+        persister.write()
         return {path.name for path in tmp_path.iterdir()} != before
 
     assert [is_written(), is_written()] == [True, False]
@@ -107,22 +108,22 @@ def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
     assert [is_written(), is_written()] == [True, False], "a part of the data is done"
     shard.tables[0].shrink(1)
     assert [is_written(), is_written()] == [True, False]
-    keeper = ShardPersistence(tmp_path, Shard(ASYNC), threading.Condition())
-    keeper.restore()
+    persister = ShardPersistence(tmp_path, Shard(ASYNC), threading.Condition())
+    persister.restore()
     assert not is_written()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "empty"])
-def test_up_to_the_last_that_is_whole(tmp_path: Path, damage: str) -> None:
-    """Also if one that follows it is whole, and is not overwritten before the next loss."""
+def test_restore_stops_before_a_damaged_file(tmp_path: Path, damage: str) -> None:
+    """Files after the damaged one are ignored, and the restored state is the same at the next restore."""
     shard = new_shard()
-    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
+    persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
-    keeper.write()
+    persister.write()
     wanted = rows(shard)
     for _ in range(2):
         train(shard, 1)
-        keeper.write()
+        persister.write()
     hurt = tmp_path / "since-000001-000001.rows"
     data = bytearray(hurt.read_bytes())
     data[len(data) // 2] ^= 1
@@ -133,48 +134,48 @@ def test_up_to_the_last_that_is_whole(tmp_path: Path, damage: str) -> None:
         assert torch.equal(rows(again), wanted)
 
 
-def test_a_whole_one_that_is_damaged_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_whole_file_is_replaced_by_the_one_before(tmp_path: Path) -> None:
     shard = new_shard()
-    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
+    persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
-    keeper.write()
+    persister.write()
     wanted = rows(shard)
-    shard.tables[0].shrink(-1)  # it drops none, and the next one is whole
+    shard.tables[0].shrink(-1)  # it drops no row, but the next file is a whole one
     train(shard, 1)
-    keeper.write()
+    persister.write()
     newest = tmp_path / "whole-000002.rows"
     newest.write_bytes(newest.read_bytes()[:-1])
     assert torch.equal(rows(restored(tmp_path)[0]), wanted)
     (tmp_path / "whole-000001.rows").write_bytes(b"")
-    with pytest.raises(DamagedError, match="all of what is kept"):
+    with pytest.raises(DamagedError, match=r"all rows in .* are damaged"):
         restored(tmp_path)
 
 
-def test_what_followed_a_whole_one_that_is_damaged_does_not_follow_the_next(tmp_path: Path) -> None:
-    """Whichever number that has."""
+def test_changes_after_a_damaged_whole_file_do_not_follow_the_next_one(tmp_path: Path) -> None:
+    """Also when the next whole file gets the number of the damaged one."""
     shard = new_shard()
-    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
+    persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
-    keeper.write()
+    persister.write()
     shard.tables[0].shrink(-1)
     for _ in range(2):
         train(shard, 1)
-        keeper.write()
+        persister.write()
     assert (tmp_path / "since-000002-000001.rows").exists()
     (tmp_path / "whole-000002.rows").write_bytes(b"")
 
     again = Shard(ASYNC)
-    keeper = ShardPersistence(tmp_path, again, threading.Condition())
-    keeper.restore()
+    persister = ShardPersistence(tmp_path, again, threading.Condition())
+    persister.restore()
     assert again.applied == {A: 20}
     again.tables[0].shrink(-1)
-    keeper.write()
+    persister.write()
     assert {path.name for path in tmp_path.glob("*-000002*")} == {"whole-000002.rows"}
     assert restored(tmp_path)[0].applied == {A: 20}
 
 
-def test_a_copy_that_is_the_first_now_needs_no_disk_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It keeps its rows once there is one, under a number that is newer than all there."""
+def test_a_replica_that_becomes_the_primary_needs_no_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It writes its rows once the disk is back, with a number above all existing files."""
     older = new_shard()
     train(older, 1)
     directory = tmp_path / "disk" / "shard"
@@ -186,50 +187,50 @@ def test_a_copy_that_is_the_first_now_needs_no_disk_to_go_on(tmp_path: Path, cap
 
     shard = new_shard()
     train(shard, 5)
-    keeper = ShardPersistence(directory, shard, threading.Condition(), every_s=0.01)
-    keeper.follow()
-    keeper.begin()
-    wait_for(lambda: "cannot be kept" in caplog.text, "a line that says so")
+    persister = ShardPersistence(directory, shard, threading.Condition(), every_s=0.01)
+    persister.follow()
+    persister.start()
+    wait_for(lambda: "cannot be written" in caplog.text, "an error in the log")
     (tmp_path / "disk").unlink()
     (tmp_path / "away").rename(tmp_path / "disk")
-    wait_for((directory / "whole-000002.rows").exists, "what is kept")
-    keeper.close()
+    wait_for((directory / "whole-000002.rows").exists, "a file with rows")
+    persister.close()
     assert restored(directory)[0].applied == shard.applied
 
 
-def test_lack_of_memory_is_told_and_passes(
+def test_lack_of_memory_is_logged_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lacking = [RuntimeError("can't allocate memory"), MemoryError()]
 
-    def take_if_there_is_memory(shard: Shard, since: dict[str, int]) -> AppliedPushes:
+    def capture_if_there_is_memory(shard: Shard, since: dict[str, int]) -> ShardSnapshot:
         if lacking:
             raise lacking.pop()
-        return take(shard, since)
+        return capture(shard, since)
 
-    monkeypatch.setattr(persistence, "take", take_if_there_is_memory)
+    monkeypatch.setattr(persistence, "capture", capture_if_there_is_memory)
     shard = new_shard()
     train(shard, 1)
-    keeper = ShardPersistence(tmp_path, shard, threading.Condition(), every_s=0.01)
-    keeper.begin()
-    wait_for((tmp_path / "whole-000001.rows").exists, "what is kept")
-    keeper.close()
+    persister = ShardPersistence(tmp_path, shard, threading.Condition(), every_s=0.01)
+    persister.start()
+    wait_for((tmp_path / "whole-000001.rows").exists, "a file with rows")
+    persister.close()
     assert "can't allocate memory" in caplog.text
 
 
-def test_rows_that_were_dropped_do_not_come_back(tmp_path: Path) -> None:
+def test_dropped_rows_are_not_restored(tmp_path: Path) -> None:
     shard = new_shard()
-    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
+    persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
-    keeper.write()
+    persister.write()
     assert shard.tables[0].shrink(1) > 0
-    keeper.write()
+    persister.write()
     again, _ = restored(tmp_path)
     assert len(again.tables[0]) == 0
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
-def test_what_was_saved_by_some_servers_is_loaded_by_others(tmp_path: Path, shards: int) -> None:
+def test_rows_saved_by_some_servers_are_loaded_by_another_number(tmp_path: Path, shards: int) -> None:
     before = [new_shard() for _ in range(3)]
     owners = [Ownership(number, 3) for number in range(3)]
     whole = new_shard()
@@ -248,34 +249,34 @@ def test_what_was_saved_by_some_servers_is_loaded_by_others(tmp_path: Path, shar
         assert torch.equal(shard.tables[0].pull(mine), whole.tables[0].pull(mine))
 
 
-def test_a_set_of_parts_that_is_not_whole_is_not_loaded(tmp_path: Path) -> None:
+def test_an_incomplete_set_of_parts_is_not_loaded(tmp_path: Path) -> None:
     save(new_shard(), threading.Condition(), tmp_path, Ownership(0, 2))
-    with pytest.raises(FileNotFoundError, match="holds no whole set of parts"):
+    with pytest.raises(FileNotFoundError, match="wanted a complete set of parts"):
         load(Shard(ASYNC), tmp_path, Ownership(0, 1))
 
 
 def test_a_shard_of_a_finished_run_is_set_aside_and_one_of_another_run_is_not(tmp_path: Path) -> None:
     place = tmp_path / "shard-0-of-1"
     shard = new_shard()
-    for steps in (3, 5):  # a second finished run takes the place of the first
+    for steps in (3, 5):  # the rows of a second finished run replace those of the first
         train(shard, steps)
-        keeper = ShardPersistence(place, shard, threading.Condition())
-        assert keeper.restore() is None
-        keeper.write()
-        assert set_aside_finished(place) is None, "its run goes on"
+        persister = ShardPersistence(place, shard, threading.Condition())
+        assert persister.restore() is None
+        persister.write()
+        assert set_aside_finished(place) is None, "its run has not finished"
         note_finished(tmp_path)
         assert set_aside_finished(place) == tmp_path / "finished-shard-0-of-1"
         assert [path.name for path in tmp_path.iterdir()] == ["finished-shard-0-of-1"]
     (tmp_path / "finished-shard-0-of-1").rename(place)
     again = new_shard()
     assert ShardPersistence(place, again, threading.Condition()).restore() is not None, (
-        "renamed back, a run goes on with it"
+        "a run continues with the rows after renaming back"
     )
     assert again.applied == shard.applied
 
 
-def test_a_copy_that_goes_on_is_not_taken_for_what_an_earlier_run_has_left(tmp_path: Path) -> None:
-    """A shard may move to a machine whose disk has it from a run that has finished."""
+def test_a_replica_is_not_taken_for_the_shard_of_an_earlier_run(tmp_path: Path) -> None:
+    """A shard can move to a machine whose disk has the shard of an earlier, finished run."""
     place = tmp_path / "shard-0-of-1"
     old = new_shard()
     train(old, 1)
@@ -286,11 +287,11 @@ def test_a_copy_that_goes_on_is_not_taken_for_what_an_earlier_run_has_left(tmp_p
     copied = new_shard()
     train(copied, 2)
     role = Role("server", 0, (("127.0.0.1", 1),), 1, b"", 1, frozenset())
-    keeper = _Rows(_RoleJob(role, ASYNC, rows_dir=tmp_path), None, 60.0).take_up(
+    persister = ShardLoader(ProcessState(role, ASYNC, rows_dir=tmp_path), None, 60.0).load_shard(
         0, copied, threading.Condition(), restores=False
     )
-    assert keeper is not None
-    keeper.close()
-    assert set_aside_finished(place) is None, "it is of a run that goes on"
+    assert persister is not None
+    persister.close()
+    assert set_aside_finished(place) is None, "it belongs to a run that has not finished"
     again, _ = restored(place)
     assert again.applied == copied.applied
