@@ -239,16 +239,16 @@ def test_a_scheduler_must_survive_a_resize() -> None:
 def test_a_batch_that_grows_with_the_world_is_not_compared_after_a_resize() -> None:
     found = compare_resized(STEADY, {0: [alone(21, rows=["one row"])]}, 20)
     assert found.differences == ()
-    assert found.not_compared == "a step takes 1 samples in this world, 8 in the other"
+    assert found.not_compared == "a step takes 1 samples with this world size and 8 with the other"
 
 
-def test_random_numbers_are_others_after_a_resize() -> None:
+def test_random_numbers_are_not_compared_after_a_resize() -> None:
     found = compare_resized(REFERENCE, {0: [alone(21, losses=[5.0])]}, 20)
     assert found.differences == ()
     assert "draws random numbers (noise, torch)" in found.not_compared
 
 
-def test_where_a_script_without_state_went_on_is_seen_by_its_weights() -> None:
+def test_a_script_without_state_resumed_where_its_weights_are_known() -> None:
     plain = Reference({0: [line(step, step=None, epoch=None) for step in range(1, 41)]})
     first = line(1, step=None, weights="weights 31")
     assert plain.find_resumed_step(first, {}) == 30
