@@ -19,7 +19,7 @@ from rich.table import Table
 
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.log import configure
-from agent.rehearse.cleanup import end_in_order_when_asked
+from agent.rehearse.cleanup import exit_on_signals
 from agent.rehearse.cluster import LocalCluster, TraceLine, read_trace, wait_for
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
@@ -126,7 +126,7 @@ class Demo:
 
 def main() -> None:
     """Run the demo. The exit code is 0 if everything worked."""
-    end_in_order_when_asked()
+    exit_on_signals()
     configure("demo")
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-demo-"))
     console.print(f"outputs, logs and checkpoints: {directory}", soft_wrap=True)

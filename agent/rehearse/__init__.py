@@ -1,1 +1,1 @@
-"""A job of several nodes on one machine, to break on purpose: for the demo, the tests, and rehearsals."""
+"""Jobs of several nodes on one machine, with faults injected: for rehearsals, the demo and the tests."""

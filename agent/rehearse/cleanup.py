@@ -1,4 +1,4 @@
-"""A command that has started processes ends them before it ends, also when it is asked to end."""
+"""Let a command that has started processes end them also when it gets a signal."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import signal
 import sys
 from typing import NoReturn
 
-_ASKED = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
-def end_in_order_when_asked() -> None:
-    """From now on SIGTERM, and SIGHUP if it is heard at all, end this process as an exception does: with code 128 + N.
+def exit_on_signals() -> None:
+    """Make SIGTERM, and SIGHUP unless it is ignored, raise `SystemExit` with code 128 + N.
 
-    So what contexts hold is let go of; to be asked twice does not disturb that. Call it on the main thread.
+    So contexts are left in order; a second signal is ignored meanwhile. Call it on the main thread.
     """
-    for number in _ASKED:
+    for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, _end)
+            signal.signal(number, _exit)
 
 
-def _end(number: int, _frame: object) -> NoReturn:
-    for each in _ASKED:
+def _exit(number: int, _frame: object) -> NoReturn:
+    for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + number)

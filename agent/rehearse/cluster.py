@@ -1,8 +1,8 @@
-"""Agents of one job as processes on this machine, each playing a node, and the faults to try on them.
+"""Agents of one job as processes on this machine, each standing for a node, and faults to inject into them.
 
-A "node" is an agent with all of its descendants. To kill a node is to kill all of those at the same instant: nothing
-says goodbye, but the kernel closes their connections. To silence it is to stop all of them: their connections stay
-open, as those of a machine that lost its power or its network, and only the lease tells.
+A "node" is an agent with all of its descendants. Killing a node kills all of them at the same instant: no process can
+announce its end, but the kernel closes their connections. Silencing a node stops all of them with SIGSTOP: their
+connections stay open, as after a loss of power or network, and only the end of the lease shows the loss.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any, Self
 import psutil
 
 _STAT_FLAGS = 6
-"""Where /proc/PID/stat has them, after the name."""
+"""Index of the field in /proc/PID/stat, counted after the process name."""
 _PF_EXITING = 0x4
 
 
 class Timeout(Exception):  # noqa: N818 - says what happened
-    """A condition did not come true in time."""
+    """A condition was not met in time."""
 
 
 def wait_for(condition: Callable[[], Any], within_s: float, what: str) -> Any:  # noqa: ANN401 - what it returned
-    """Wait until the condition returns something true, and return that. Raises `Timeout`."""
+    """Wait until the condition returns a true value, and return it. Raises `Timeout`."""
     give_up_at = time.monotonic() + within_s
     while not (found := condition()):
         if time.monotonic() > give_up_at:
@@ -55,7 +55,7 @@ class TraceLine:
 
 
 def read_trace(path: Path) -> list[TraceLine]:
-    """All whole lines of a trace; none if there is no such file yet."""
+    """Read all complete lines of a trace; none if the file does not exist yet."""
     with contextlib.suppress(FileNotFoundError):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         return [TraceLine(**json.loads(line)) for line in lines if line.endswith("\n")]
@@ -69,22 +69,22 @@ class LocalNode:
         self.name = name
         self.process = process
         self.output = output
-        """What the agent printed, and rank 0 through it."""
+        """File with the output of the agent and, passed on by it, of rank 0."""
 
     def descendants(self) -> list[psutil.Process]:
-        """All processes below the agent."""
+        """Return all descendants of the agent."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
 
     def guardians(self) -> list[psutil.Process]:
-        """The processes between agent and workers."""
+        """Return the guardian processes of the workers."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return [child for child in psutil.Process(self.process.pid).children() if _is_guardian(child)]
         return []
 
     def workers(self) -> list[psutil.Process]:
-        """The rank processes, in no particular order; not those that wait to become one."""
+        """Return the rank processes, without standbys, in no particular order."""
         found: list[psutil.Process] = []
         for guardian in self.guardians():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -92,49 +92,49 @@ class LocalNode:
         return found
 
     def kill_worker(self) -> None:
-        """Kill the first rank process that is there."""
+        """Kill one rank process; wait up to 10 s for one to start."""
         workers = wait_for(self.workers, 10.0, f"a worker on {self.name}")
         with contextlib.suppress(psutil.NoSuchProcess):
             workers[0].kill()
 
     def kill(self) -> None:
-        """Lose the node, if it is there: the agent and all of its descendants, as one."""
+        """Kill the agent and all of its descendants at once, if the agent is running."""
         if self.process.poll() is not None:
-            return  # its process id may be another's by now
-        doomed = self._family()
-        self.silence()  # first: none lives to see another die
-        for pid in doomed:
+            return  # another process may have its process id by now
+        pids = self._process_ids()
+        self.silence()  # first, so that none of them sees another one die
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def silence(self) -> None:
-        """Stop the agent and all of its descendants, as one; `kill` ends them."""
-        for pid in self._family():
+        """Stop the agent and all of its descendants with SIGSTOP; `kill` ends them."""
+        for pid in self._process_ids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
 
-    def _family(self) -> list[int]:
+    def _process_ids(self) -> list[int]:
         return [self.process.pid, *(child.pid for child in self.descendants())]
 
     def terminate(self) -> None:
-        """Ask the agent to leave."""
+        """Send SIGTERM to the agent, so that it leaves the job."""
         self.process.terminate()
 
     def wait(self, within_s: float) -> int:
-        """Wait for the agent's end and return its exit code. Raises `subprocess.TimeoutExpired`."""
+        """Wait until the agent has ended and return its exit code. Raises `subprocess.TimeoutExpired`."""
         return self.process.wait(within_s)
 
     def text(self) -> str:
-        """What it has printed."""
+        """Return the output so far."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
 
 class LocalCluster:
-    """Nodes of one job on this machine. Leaving the context kills what is left of them.
+    """Nodes of one job on this machine. Leaving the context kills those that still run.
 
     Args:
-        directory: for outputs, logs and checkpoints; the nodes' working directory.
+        directory: working directory of the nodes, for outputs, logs and checkpoints.
         server: etcd's endpoint.
         job_id: the job's id.
         options: further options of every agent.
@@ -154,25 +154,25 @@ class LocalCluster:
         self.job_id = job_id
         self.options = tuple(options)
         self.environ = dict(os.environ if environ is None else environ)
-        # The nodes share this machine's cores; with as many threads each as there are cores they stand in line.
+        # The nodes share this machine's cores: a thread for each core in each node would be too many.
         self.environ.setdefault("OMP_NUM_THREADS", "1")
         self.nodes: dict[str, LocalNode] = {}
-        # A signal may interrupt whoever starts a node, at any moment: the start itself goes on, on a thread of its own,
-        # and what was started is killed at the very end, if no context came to it.
-        self._starter = ThreadPoolExecutor(1)
+        # A signal may interrupt the main thread while it starts a node. The start is completed on a thread of its own,
+        # and if no context is left afterwards, the finalizer kills the node.
+        self._start_thread = ThreadPoolExecutor(1)
         weakref.finalize(self, _kill, self.nodes)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._starter.shutdown()
+        self._start_thread.shutdown()
         _kill(self.nodes)
 
     def start(self, name: str, np: str, command: Sequence[str], options: Sequence[str] = ()) -> LocalNode:
-        """Start a node, with options of its own. A name can be used again once its node is gone."""
-        argv = [sys.executable, "-m", "agent", *self._where(), f"--np={np}", f"--node_id={name}"]
-        return self._starter.submit(self._start, name, [*argv, *self.options, *options, *command]).result()
+        """Start a node with additional options. A name can be used again once its node has ended."""
+        argv = [sys.executable, "-m", "agent", *self._job_options(), f"--np={np}", f"--node_id={name}"]
+        return self._start_thread.submit(self._start, name, [*argv, *self.options, *options, *command]).result()
 
     def _start(self, name: str, argv: Sequence[str]) -> LocalNode:
         output = self.directory / f"{name}.out"
@@ -191,24 +191,24 @@ class LocalCluster:
         return node
 
     def scale(self, np: str) -> str:
-        """Change the desired number of nodes, as a user does; return what the command printed."""
+        """Change the desired number of nodes with `elastic-agent scale`; return its output."""
         return self.ask("scale", f"--np={np}")
 
     def status(self) -> dict[str, Any]:
-        """What `elastic-agent status --json` says."""
+        """Return the output of `elastic-agent status --json`."""
         found: dict[str, Any] = json.loads(self.ask("status", "--json"))
         return found
 
     def living(self) -> Iterator[LocalNode]:
-        """Nodes whose agent runs."""
+        """Return the nodes whose agent is running."""
         return (node for node in self.nodes.values() if node.process.poll() is None)
 
-    def _where(self) -> tuple[str, str]:
+    def _job_options(self) -> tuple[str, str]:
         return f"--elastic_server={self.server}", f"--job_id={self.job_id}"
 
     def ask(self, command: str, *arguments: str) -> str:
-        """Give one of elastic-agent's commands about the job; return what it printed."""
-        argv = [sys.executable, "-m", "agent", command, *self._where(), *arguments]
+        """Run a command of elastic-agent on the job; return its output."""
+        argv = [sys.executable, "-m", "agent", command, *self._job_options(), *arguments]
         done = subprocess.run(argv, cwd=self.directory, env=self.environ, capture_output=True, text=True, check=True)
         return done.stdout
 
@@ -225,17 +225,21 @@ def _is_guardian(process: psutil.Process) -> bool:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """It does not have the order open that a standby waits for; nor does it end, and close one thing after another."""
+    """Return whether it is a rank, and neither a standby nor ending.
+
+    A standby has the memory file open through which it gets its start order. An ending process closes its files one
+    after another, so a missing one says nothing.
+    """
     waits = any(name.startswith("/memfd:elastic-agent:order") for name in _open_files(process.pid))
     return not waits and not _is_ending(process.pid)
 
 
 def _open_files(pid: int) -> Iterator[str]:
-    """What a process has open."""
+    """Yield the targets of the open descriptors of a process."""
     with contextlib.suppress(OSError):
         for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it has closed this one since; the others count
-                yield os.readlink(path)  # noqa: PTH115 - no file
+            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
+                yield os.readlink(path)  # noqa: PTH115 - the target is no path
 
 
 def _is_ending(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""`elastic-agent rehearse`: what it checks before, and what it prints."""
+"""`elastic-agent rehearse`: its checks and its output."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from agent.config import check_script
 from agent.errors import ConfigError
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.log import configure
-from agent.rehearse.cleanup import end_in_order_when_asked
+from agent.rehearse.cleanup import exit_on_signals
+from agent.rehearse.job import ScriptEnded, WaitTimeout
 from agent.rehearse.rehearsal import NeverCommits, Rehearsal
 from agent.rehearse.report import RehearsalReport
-from agent.rehearse.stage import ScriptEnded, TooLate
 
 
 def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
-    """Rehearse a script on this machine; return 0 if nothing is missing, else 1.
+    """Rehearse a script on this machine; return exit code 0 if nothing is missing, else 1.
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: no script was given, or it does not exist or is not a Python script.
     """
     if not command:
         raise ConfigError("no script was given: elastic-agent rehearse [--np=2] [--steps=N] script.py [arguments]")
     check_script(command[0], "; rehearse runs Python scripts")
     configure("rehearse")
-    end_in_order_when_asked()
+    exit_on_signals()
     scratch = tempfile.TemporaryDirectory(prefix="elastic-agent-rehearsal-", ignore_cleanup_errors=True)
     with scratch as directory, EmbeddedEtcd() as etcd:
         try:
@@ -36,7 +36,7 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
         except NeverCommits:
             click.echo("MISSING: the script has a State, but does not call state.commit() after each step")
             return 1
-        except (ScriptEnded, TooLate) as failure:
+        except (ScriptEnded, WaitTimeout) as failure:
             click.echo(_cannot_rehearse(failure))
             return 1
     report = RehearsalReport(found)
@@ -46,8 +46,8 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
     return 0 if report.is_clean else 1
 
 
-def _cannot_rehearse(failure: ScriptEnded | TooLate) -> str:
-    if isinstance(failure, TooLate):
+def _cannot_rehearse(failure: ScriptEnded | WaitTimeout) -> str:
+    if isinstance(failure, WaitTimeout):
         return f"given up: {failure}"
     if failure.code == 0:
         return f"the script ended without an optimizer step; its last lines:\n{failure}"

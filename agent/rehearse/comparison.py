@@ -1,13 +1,13 @@
-"""What a restart changed, by the records of an undisturbed and a disturbed run.
+"""Comparison of the records of an undisturbed and a disturbed run: what did a restart change?
 
-At the first step at which the two differ in anything, what differs in the state that the step *began* with is a
-cause: an object that no State saves, the model, the script's count of epochs. Inputs and the global random states are
-blamed only if no such cause explains them, and the loss alone if nothing else differs. All later differences are
-consequences.
+The first step at which the two runs differ shows the cause. Differences in the state with which this step *began* are
+causes: an object that no State saves, the model, the script's count of epochs. Differences in the inputs and in the
+global random states are reported only if no such cause explains them, and the loss alone only if nothing else differs.
+All later differences are consequences.
 
-Where the world is as before, two ranks give the same numbers bit by bit. More ranks may sum in another order after a
-restart, and so does another world: there only the first step after the first restart is compared exactly, and losses
-are up to rounding.
+In a world of the same size, one or two ranks compute the same numbers bit by bit. More ranks may sum in another order
+after a restart, and so does a world of another size. There, only the first step after the first restart is compared
+exactly, and losses are compared up to rounding.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agent.rehearse.records import Rank, StepRecord
-from agent.rehearse.reference import Difference, Reference, in_order
+from agent.rehearse.records import RankRecords, StepRecord
+from agent.rehearse.reference import Difference, Reference, sorted_by_step
 
 RELATIVE_TOLERANCE = 1e-4
 EXACT_WORLD = 2
@@ -25,7 +25,7 @@ EXACT_WORLD = 2
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Steps of one group against the same steps of the undisturbed run."""
+    """The result of comparing the steps of one group with the same steps of the undisturbed run."""
 
     first: int
     last: int
@@ -33,93 +33,101 @@ class RunComparison:
     loss_from: int | None = None
     """The first step whose loss differs."""
     not_compared: str = ""
-    """Why losses were left out; empty if they were not."""
+    """Why losses were not compared; empty if they were."""
 
 
-def compare(reference: Reference, ranks: Mapping[int, Rank], resumed: int, *, is_first_fault: bool) -> RunComparison:
-    """Compare a group of the same world, whose first line is of step `resumed` + 1."""
+def compare(
+    reference: Reference, ranks: Mapping[int, RankRecords], resumed: int, *, is_first_fault: bool
+) -> RunComparison:
+    """Compare a group of the same world size, whose first record is of step `resumed` + 1."""
     is_exact = len(reference.ranks) <= EXACT_WORLD
     first, last = resumed + 1, resumed
     differences: list[Difference] = []
     loss_from: int | None = None
-    for step, rank, line in in_order(ranks, _offset(ranks, resumed)):
-        known = reference.at(rank, step)
-        if known is None or (differences and differences[0].step < step and loss_from is not None):
+    for step, rank, record in sorted_by_step(ranks, _offset(ranks, resumed)):
+        expected = reference.at(rank, step)
+        if expected is None or (differences and differences[0].step < step and loss_from is not None):
             continue
         last = step
         if not differences or differences[0].step == step:
-            looks_at_all = is_exact or (is_first_fault and step == first)
-            found = _differences(reference, known, line, step, looks_at_all=looks_at_all)
+            is_exact_step = is_exact or (is_first_fault and step == first)
+            found = _differences(reference, expected, record, step, is_exact_step=is_exact_step)
             differences += [each for each in found if each not in differences]
-        if loss_from is None and not _same_losses(known, line, is_exact=is_exact):
+        if loss_from is None and not _same_losses(expected, record, is_exact=is_exact):
             loss_from = step
     if loss_from is not None and not differences:
         differences.append(Difference("loss", loss_from))
     return RunComparison(first, last, _causes(differences), loss_from)
 
 
-def compare_resized(reference: Reference, ranks: Mapping[int, Rank], resumed: int) -> RunComparison:
-    """Compare a group of another world, or after one: samples as sets, losses up to rounding."""
+def compare_resized(reference: Reference, ranks: Mapping[int, RankRecords], resumed: int) -> RunComparison:
+    """Compare a group after a change of the world size: samples as sets, losses up to rounding."""
     steps: dict[int, list[StepRecord]] = {}
-    for step, _, line in in_order(ranks, _offset(ranks, resumed)):
-        steps.setdefault(step, []).append(line)
-    both = {step: (reference.all_at(step), lines) for step, lines in steps.items() if reference.all_at(step)}
-    first, last = resumed + 1, max(both, default=resumed)
-    if not both:
-        return RunComparison(first, last, not_compared="the undisturbed run did not come so far")
+    for step, _, record in sorted_by_step(ranks, _offset(ranks, resumed)):
+        steps.setdefault(step, []).append(record)
+    pairs = {step: (reference.all_at(step), records) for step, records in steps.items() if reference.all_at(step)}
+    first, last = resumed + 1, max(pairs, default=resumed)
+    if not pairs:
+        return RunComparison(first, last, not_compared="the undisturbed run has too few steps")
     differences = [
         each
-        for each in _differences(reference, both[first][0][0], both[first][1][0], first, looks_at_all=False)
+        for each in _differences(reference, pairs[first][0][0], pairs[first][1][0], first, is_exact_step=False)
         if each.kind in {"scheduler", "scaler", "epoch"}
     ]
-    not_compared = _why_not_compared(reference, both)
+    not_compared = _why_not_compared(reference, pairs)
     if differences or not_compared:
         return RunComparison(first, last, tuple(differences), not_compared=not_compared)
-    for step, (known, lines) in both.items():
-        if _rows(known) != _rows(lines):
-            detail = "" if step > first else _whose_rows(reference, lines, step)
+    for step, (expected, records) in pairs.items():
+        if _rows(expected) != _rows(records):
+            detail = "" if step > first else _find_rows(reference, records, step)
             return RunComparison(first, last, (Difference("data position", step, detail=detail),), step)
-    off = _first_unequal_loss(both)
-    return RunComparison(first, last, (Difference("loss", off),) if off is not None else (), off)
+    unequal_step = _first_unequal_loss(pairs)
+    return RunComparison(
+        first, last, (Difference("loss", unequal_step),) if unequal_step is not None else (), unequal_step
+    )
 
 
-def _offset(ranks: Mapping[int, Rank], resumed: int) -> int:
-    return resumed + 1 - min(lines[0].ordinal for lines in ranks.values())
+def _offset(ranks: Mapping[int, RankRecords], resumed: int) -> int:
+    return resumed + 1 - min(records[0].ordinal for records in ranks.values())
 
 
 def _differences(
-    reference: Reference, known: StepRecord, line: StepRecord, step: int, *, looks_at_all: bool
+    reference: Reference, expected: StepRecord, record: StepRecord, step: int, *, is_exact_step: bool
 ) -> list[Difference]:
     found: list[Difference] = []
-    if looks_at_all and known.weights != line.weights:
+    if is_exact_step and expected.weights != record.weights:
         found.append(Difference("model", step))
-    elif looks_at_all and known.buffers != line.buffers and known.buffers and line.buffers:
-        found.append(Difference("model", step, detail="its buffers (running averages) differ, its weights do not"))
-    now = line.keyed()
-    for key, seen in known.keyed().items():
-        is_up_to_rounding = not looks_at_all and seen.kind in {"optimizer", "module", "tensor"}
-        is_compared = key in now and not is_up_to_rounding and reference.is_watched(key, seen)
-        if is_compared and now[key].mark != seen.mark:
-            kind = "random state" if seen.kind == "generator" else seen.kind
+    elif is_exact_step and expected.buffers != record.buffers and expected.buffers and record.buffers:
+        found.append(
+            Difference("model", step, detail="its buffers, such as running averages, differ; its weights do not")
+        )
+    now = record.objects_by_key()
+    for key, entry in expected.objects_by_key().items():
+        is_up_to_rounding = not is_exact_step and entry.kind in {"optimizer", "module", "tensor"}
+        is_compared = key in now and not is_up_to_rounding and reference.is_compared(key, entry)
+        if is_compared and now[key].digest != entry.digest:
+            kind = "random state" if entry.kind == "generator" else entry.kind
             found.append(Difference(kind, step, now[key]))
-    if None not in (known.epoch, line.epoch) and known.epoch != line.epoch:
-        detail = f"`{line.epoch_name}` is {line.epoch} at step {step}, in the undisturbed run it is {known.epoch}"
+    if None not in (expected.epoch, record.epoch) and expected.epoch != record.epoch:
+        detail = (
+            f"`{record.epoch_name}` is {record.epoch} at step {step}, in the undisturbed run it is {expected.epoch}"
+        )
         found.append(Difference("epoch", step, detail=detail))
-    drawn = sorted(name for name in reference.random_in_use() if known.random.get(name) != line.random.get(name))
+    drawn = sorted(name for name in reference.random_in_use() if expected.random.get(name) != record.random.get(name))
     if drawn:
         found.append(Difference("random state", step, detail=" and ".join(drawn)))
-    if known.inputs and line.inputs and known.inputs != line.inputs:
-        found.append(Difference("data position", step, detail=_whose_inputs(reference, line, step)))
-    elif known.late.is_end and line.late.is_end and known.late.inputs != line.late.inputs:
+    if expected.inputs and record.inputs and expected.inputs != record.inputs:
+        found.append(Difference("data position", step, detail=_find_inputs(reference, record, step)))
+    elif expected.late.is_complete and record.late.is_complete and expected.late.inputs != record.late.inputs:
         found.append(Difference("data position", step))
     return found
 
 
 def _causes(differences: Sequence[Difference]) -> tuple[Difference, ...]:
-    """Leave out what follows from the others."""
-    lost = [each for each in differences if each.seen is not None and not each.seen.is_held]
-    kept = [each for each in differences if each.seen is not None and each.seen.is_held]
-    rest = [each for each in differences if each.seen is None]
+    """Return the differences that are causes, without those that follow from others."""
+    lost = [each for each in differences if each.object is not None and not each.object.is_in_state]
+    kept = [each for each in differences if each.object is not None and each.object.is_in_state]
+    rest = [each for each in differences if each.object is None]
     own_generator = any(each.kind == "random state" for each in lost)
     by_kind = {kind: [each for each in rest if each.kind == kind] for kind in ("model", "epoch", "data position")}
     causes = [*by_kind["model"], *lost, *by_kind["epoch"]]
@@ -128,29 +136,29 @@ def _causes(differences: Sequence[Difference]) -> tuple[Difference, ...]:
         causes += by_kind["data position"][:1]
     if not causes:
         causes = [each for each in rest if each.kind in {"random state", "loss"}][:1] or kept
-    return tuple({(each.kind, each.seen and each.seen.name, each.detail): each for each in reversed(causes)}.values())[
-        ::-1
-    ]
+    return tuple(
+        {(each.kind, each.object and each.object.name, each.detail): each for each in reversed(causes)}.values()
+    )[::-1]
 
 
-def _whose_inputs(reference: Reference, line: StepRecord, step: int) -> str:
-    lines = [each for rank in reference.ranks.values() for each in rank if each.inputs == line.inputs]
-    return f"step {step} is given the samples of step {lines[0].ordinal}" if lines else ""
+def _find_inputs(reference: Reference, record: StepRecord, step: int) -> str:
+    records = [each for rank in reference.ranks.values() for each in rank if each.inputs == record.inputs]
+    return f"step {step} is given the samples of step {records[0].ordinal}" if records else ""
 
 
-def _whose_rows(reference: Reference, lines: Sequence[StepRecord], step: int) -> str:
-    rows = _rows(lines)
-    same = (each.ordinal for each in reference.main if _rows(reference.all_at(each.ordinal)) == rows)
+def _find_rows(reference: Reference, records: Sequence[StepRecord], step: int) -> str:
+    rows = _rows(records)
+    same = (each.ordinal for each in reference.rank0 if _rows(reference.all_at(each.ordinal)) == rows)
     found = next(same, None)
     return f"step {step} is given the samples of step {found}" if found is not None else ""
 
 
-def _same_losses(known: StepRecord, line: StepRecord, *, is_exact: bool) -> bool:
-    before, after = known.losses, line.losses
+def _same_losses(expected: StepRecord, record: StepRecord, *, is_exact: bool) -> bool:
+    before, after = expected.losses, record.losses
     if not before or not after:
         return True
-    if known.late.is_end and line.late.is_end:
-        before, after = before + known.late.losses, after + line.late.losses
+    if expected.late.is_complete and record.late.is_complete:
+        before, after = before + expected.late.losses, after + record.late.losses
     if is_exact or len(before) != len(after):
         return before == after
     return all(_close(a, b, 0.0) for a, b in zip(before, after, strict=True))
@@ -162,53 +170,55 @@ def _close(a: float | None, b: float | None, scale: float) -> bool:
     return abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b), scale)
 
 
-def _rows(lines: Sequence[StepRecord]) -> frozenset[str]:
-    return frozenset(row for line in lines for row in line.rows)
+def _rows(records: Sequence[StepRecord]) -> frozenset[str]:
+    return frozenset(row for record in records for row in record.rows)
 
 
-def _why_not_compared(reference: Reference, both: Mapping[int, tuple[list[StepRecord], list[StepRecord]]]) -> str:
-    known, lines = both[min(both)]
-    before, after = len(_rows(known)), len(_rows(lines))
-    if before != after and before and after and known[0].world != lines[0].world:
-        return f"a step takes {after} samples in this world, {before} in the other"
-    drawn = reference.what_is_drawn()
+def _why_not_compared(reference: Reference, pairs: Mapping[int, tuple[list[StepRecord], list[StepRecord]]]) -> str:
+    expected, records = pairs[min(pairs)]
+    before, after = len(_rows(expected)), len(_rows(records))
+    if before != after and before and after and expected[0].world != records[0].world:
+        return f"a step takes {after} samples with this world size and {before} with the other"
+    drawn = reference.random_sources()
     if drawn:
-        return f"the script draws random numbers ({', '.join(drawn)}), and after a resize they are others"
+        return f"the script draws random numbers ({', '.join(drawn)}), which differ after a resize"
     return ""
 
 
-def _first_unequal_loss(both: Mapping[int, tuple[list[StepRecord], list[StepRecord]]]) -> int | None:
-    """The first step whose loss differs in each way of putting the ranks' losses together.
+def _first_unequal_loss(pairs: Mapping[int, tuple[list[StepRecord], list[StepRecord]]]) -> int | None:
+    """Return the first step whose loss differs in each way of combining the ranks' losses; None if one way agrees.
 
-    Scripts differ in it: a mean over ranks of sums or of means of micro-batches, or a mean over samples.
+    Scripts may take the mean over ranks of sums or of means over micro-batches, or the mean over samples.
     """
     unequal: list[int] = []
-    for way in (_mean_of_sums, _mean_of_means, _mean_over_samples):
-        pairs = {step: (way(known), way(lines)) for step, (known, lines) in both.items()}
-        largest = max((abs(a) for a, _ in pairs.values() if a is not None and math.isfinite(a)), default=0.0)
-        off = [step for step, (a, b) in pairs.items() if not _close(a, b, 0.01 * largest)]
-        if not off:
+    for combine in (_mean_of_sums, _mean_of_means, _mean_over_samples):
+        means = {step: (combine(expected), combine(records)) for step, (expected, records) in pairs.items()}
+        largest = max((abs(a) for a, _ in means.values() if a is not None and math.isfinite(a)), default=0.0)
+        unequal_step = [step for step, (a, b) in means.items() if not _close(a, b, 0.01 * largest)]
+        if not unequal_step:
             return None
-        unequal.append(min(off))
+        unequal.append(min(unequal_step))
     return max(unequal)
 
 
-def _mean_of_sums(lines: Sequence[StepRecord]) -> float | None:
-    return _mean([_sum(line.losses) for line in lines], [1] * len(lines))
+def _mean_of_sums(records: Sequence[StepRecord]) -> float | None:
+    return _mean([_sum(record.losses) for record in records], [1] * len(records))
 
 
-def _mean_of_means(lines: Sequence[StepRecord]) -> float | None:
-    return _mean([_sum(line.losses) for line in lines], [1] * len(lines), [len(line.losses) or 1 for line in lines])
+def _mean_of_means(records: Sequence[StepRecord]) -> float | None:
+    return _mean(
+        [_sum(record.losses) for record in records], [1] * len(records), [len(record.losses) or 1 for record in records]
+    )
 
 
-def _mean_over_samples(lines: Sequence[StepRecord]) -> float | None:
-    counts = [len(line.rows) or 1 for line in lines]
-    return _mean([_sum(line.losses) for line in lines], counts, [len(line.losses) or 1 for line in lines])
+def _mean_over_samples(records: Sequence[StepRecord]) -> float | None:
+    counts = [len(record.rows) or 1 for record in records]
+    return _mean([_sum(record.losses) for record in records], counts, [len(record.losses) or 1 for record in records])
 
 
 def _sum(losses: Sequence[float | None]) -> float | None:
-    known = [loss for loss in losses if loss is not None]
-    return sum(known) if len(known) == len(losses) else None
+    finite = [loss for loss in losses if loss is not None]
+    return sum(finite) if len(finite) == len(losses) else None
 
 
 def _mean(sums: Sequence[float | None], weights: Sequence[int], parts: Sequence[int] = ()) -> float | None:

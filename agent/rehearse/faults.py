@@ -1,7 +1,7 @@
 """The disturbed run of a rehearsal: one fault after the other, each compared with the undisturbed run.
 
-The first comes where it can show something: in the second epoch, not at an epoch's edge, and where a checkpoint has
-been made. What is found after one fault would be found after the next ones too, so those are left out then.
+The first fault is injected where it can reveal most: in the second epoch, not at an epoch's edge, and after a
+checkpoint. If a problem is found, the following faults are left out, because they would show the same problem.
 """
 
 from __future__ import annotations
@@ -11,217 +11,228 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from agent.rehearse.comparison import RunComparison, compare, compare_resized
-from agent.rehearse.records import Rank, cut
-from agent.rehearse.reference import Difference, Reference, find_ignored, find_unsteady
-from agent.rehearse.stage import FIRST_STEP_S, STEPS_S, ScriptEnded, Stage, TooLate
+from agent.rehearse.job import FIRST_STEP_S, STEPS_S, RehearsedJob, ScriptEnded, WaitTimeout
+from agent.rehearse.records import RankRecords, trim_to_common
+from agent.rehearse.reference import Difference, Reference, find_ignored, find_nondeterminism
 
 _RECOVERY_S = 60.0
-_LATEST = 0.75
-"""Part of the undisturbed steps after which the first fault leaves too few for the rest."""
+_LATEST_FAULT = 0.75
+"""Fraction of the undisturbed steps; a later first fault would leave too few steps for the other faults."""
 
 
 @dataclass(frozen=True)
 class RehearsalFault:
-    """One thing that was done to the job, and what came of it."""
+    """A fault and its outcome."""
 
     name: str
     step: int
-    """The step at work then."""
+    """The step that it interrupted."""
     resumed: int | None = None
-    """Steps that were not lost; None if the weights it went on with are none of the undisturbed run's."""
+    """The step after which the job resumed; None if its weights are not those of any earlier step."""
     comparison: RunComparison | None = None
     failure: str = ""
-    """The script's last words if it could not go on."""
+    """The script's last output if it could not continue; empty if it could."""
 
     @property
-    def lost(self) -> int:
-        """Steps that are to be done again."""
+    def replayed_steps(self) -> int:
+        """Number of steps that are repeated."""
         return self.step - 1 - (self.resumed or 0)
 
 
 @dataclass(frozen=True)
-class TornFile:
-    """A kill while the script overwrote, in place, a file that it goes on from."""
+class OverwriteKill:
+    """A kill while the script overwrote, in place, the file from which it resumes."""
 
     path: str
     fault: RehearsalFault
 
     @property
     def is_lost(self) -> bool:
-        """Whether there was nothing to go on from."""
+        """Whether nothing was left to resume from."""
         return bool(self.fault.failure) or not self.fault.resumed
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """All that a rehearsal found out."""
+class RehearsalResult:
+    """All findings of a rehearsal."""
 
     reference: Reference
     faults: tuple[RehearsalFault, ...]
-    unsteady: Difference | None
-    """Where two undisturbed runs differ already."""
+    nondeterminism: Difference | None
+    """The first difference between two undisturbed runs; None if there is none."""
     newest_checkpoint: int | None
-    """A State's, when the first fault came."""
+    """Step of the newest checkpoint of a State at the first fault."""
     read: frozenset[str] = frozenset()
-    """Files in the working directory that restarted ranks read before their first step."""
-    torn: TornFile | None = None
-    """What came of a kill in the middle of a write; None if no such file is overwritten in place."""
+    """Files in the working directory that restarted ranks had read before their first step."""
+    overwrite_kill: OverwriteKill | None = None
+    """The outcome of a kill in the middle of a write; None if no file in `read` is overwritten in place."""
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """What the first fault that brought anything to light did."""
+        """The differences after the first fault that caused any."""
         found = (fault.comparison.differences for fault in self.faults if fault.comparison)
         return next((each for each in found if each), ())
 
 
 class DisturbedRun:
-    """The run with the faults."""
+    """The run into which faults are injected.
 
-    def __init__(self, stage: Stage, reference: Reference, np: int, say: Callable[[str], None]) -> None:
-        self._stage = stage
+    Args:
+        job: the started job.
+        reference: the undisturbed run.
+        np: number of nodes, of one rank each.
+        announce: prints a line of progress.
+    """
+
+    def __init__(self, job: RehearsedJob, reference: Reference, np: int, announce: Callable[[str], None]) -> None:
+        self._job = job
         self._reference = reference
         self._np = np
-        self._say = say
-        self._window = max(3, min(20, reference.last // 10))
+        self._announce = announce
+        self._compared_steps = max(3, min(20, reference.last // 10))
         self._group = 0
         self._step = 0
-        """Where the job is held."""
+        """The step at which the job is held."""
         self._resumed = 0
-        """Steps done before the present group."""
+        """Steps before the current group."""
         self._faults: list[RehearsalFault] = []
         self._read: set[str] = set()
         self._history: dict[str, int] = {}
-        """Steps done before each of the weights that the job has had."""
+        """Maps the hash of weights that the job has had to the number of steps before."""
 
-    def run(self) -> Rehearsed:
-        """Do one thing after the other to the job, until something is found."""
-        reference, unsteady, saved = self._reference, None, None
+    def run(self) -> RehearsalResult:
+        """Inject one fault after the other until a difference is found."""
+        reference, nondeterminism, saved = self._reference, None, None
         try:
-            before = self._go_to_first_fault()
-            unsteady = find_unsteady(reference, before)
+            before = self._run_to_first_fault()
+            nondeterminism = find_nondeterminism(reference, before)
             reference.ignored = find_ignored(reference, before)
-            saved = self._stage.newest_checkpoint()
-            if unsteady is None:
-                self._break()
-        except (ScriptEnded, TooLate) as failure:
+            saved = self._job.newest_checkpoint()
+            if nondeterminism is None:
+                self._inject_faults()
+        except (ScriptEnded, WaitTimeout) as failure:
             self._note_failure(failure)
-        return Rehearsed(reference, tuple(self._faults), unsteady, saved, frozenset(self._read))
+        return RehearsalResult(reference, tuple(self._faults), nondeterminism, saved, frozenset(self._read))
 
-    def _go_to_first_fault(self) -> dict[int, Rank]:
-        stage, reference = self._stage, self._reference
-        self._group = stage.wait_for_group(0, self._np, 1, FIRST_STEP_S)
-        step, stride = first_target(reference), max(1, reference.last // 30)
+    def _run_to_first_fault(self) -> dict[int, RankRecords]:
+        job, reference = self._job, self._reference
+        self._group = job.wait_for_group(0, self._np, 1, FIRST_STEP_S)
+        step, stride = first_fault_step(reference), max(1, reference.last // 30)
         while True:
-            stage.hold(self._group, step, others=1)
-            ranks = stage.wait_for_steps(self._group, step, STEPS_S)
+            job.hold(self._group, step, others=1)
+            ranks = job.wait_for_steps(self._group, step, STEPS_S)
             self._step = step
-            saved = stage.newest_checkpoint()
-            is_good = not reference.has_state or (saved is not None and is_telling(reference, saved))
-            if is_good or step + stride > _LATEST * reference.last:
+            saved = job.newest_checkpoint()
+            is_good = not reference.has_state or (saved is not None and reveals_lost_position(reference, saved))
+            if is_good or step + stride > _LATEST_FAULT * reference.last:
                 return ranks
             step += stride
 
-    def _break(self) -> None:
+    def _inject_faults(self) -> None:
         np, other = self._np, self._np - 1 if self._np > 1 else 2
-        self._suffer("worker killed", self._stage.kill_worker)
-        if not self._has_found():
-            self._suffer("node lost and replaced", self._stage.lose_node)
+        self._inject("worker killed", self._job.kill_worker)
+        if not self._has_found_difference():
+            self._inject("node lost and replaced", self._job.replace_node)
         for there, back in ((np, other), (other, np)):
-            if not self._has_found():
+            if not self._has_found_difference():
                 self._resize(there, back)
 
-    def _has_found(self) -> bool:
+    def _has_found_difference(self) -> bool:
         if not self._reference.has_state:
-            return False  # such a script wants to know what each of them costs
+            return False  # for such a script the report has the cost of each fault
         return any(fault.comparison and fault.comparison.differences for fault in self._faults)
 
-    def _suffer(self, name: str, do: Callable[[], None]) -> None:
-        self._say(f"{name} at step {self._step} …")
+    def _inject(self, name: str, do: Callable[[], None]) -> None:
+        self._announce(f"{name} at step {self._step} …")
         self._faults.append(RehearsalFault(name, self._step))
         do()
-        group = self._stage.wait_for_group(self._group, self._np, 1, _RECOVERY_S)
-        resumed, ranks = self._go_on(group)
+        group = self._job.wait_for_group(self._group, self._np, 1, _RECOVERY_S)
+        resumed, ranks = self._follow_next_group(group)
         if resumed is not None:
             comparison = self._compare(ranks, resumed)
             if comparison.differences and comparison.loss_from is None:
-                comparison = self._compare(self._go_to_end(), resumed)
+                comparison = self._compare(self._run_to_end(), resumed)
             self._faults[-1] = replace(self._faults[-1], resumed=resumed, comparison=comparison)
 
-    def _compare(self, ranks: dict[int, Rank], resumed: int) -> RunComparison:
+    def _compare(self, ranks: dict[int, RankRecords], resumed: int) -> RunComparison:
         return compare(self._reference, ranks, resumed, is_first_fault=len(self._faults) == 1)
 
-    def _go_to_end(self) -> dict[int, Rank]:
-        """As far as can be compared: the loss may show it later, a schedule's at its next change."""
+    def _run_to_end(self) -> dict[int, RankRecords]:
+        """Continue as far as can be compared: the loss may show a schedule's difference only at its next change."""
         count = self._reference.last - self._resumed
-        self._stage.hold(self._group, count, others=1)
-        with suppress(ScriptEnded, TooLate):
-            self._stage.wait_for_steps(self._group, count, _RECOVERY_S)
-        return cut(self._stage.ranks(self._group))
+        self._job.hold(self._group, count, others=1)
+        with suppress(ScriptEnded, WaitTimeout):
+            self._job.wait_for_steps(self._group, count, _RECOVERY_S)
+        return trim_to_common(self._job.ranks(self._group))
 
     def _resize(self, before: int, after: int) -> None:
-        self._say(f"resize {before} -> {after} from step {self._step} on …")
+        self._announce(f"resize {before} -> {after} from step {self._step} on …")
         self._faults.append(RehearsalFault(f"resize {before} -> {after}", self._step))
         if after > self._np:
-            self._stage.add_node()
-        self._stage.scale(after, self._group, others=1)
+            self._job.add_node()
+        self._job.scale(after, self._group, others=1)
         old, began_at = self._group, self._resumed
-        group = self._stage.wait_for_group(old, after, 1, _RECOVERY_S)
-        self._step = began_at + len(self._stage.ranks(old)[0])  # it went on until the change came
+        group = self._job.wait_for_group(old, after, 1, _RECOVERY_S)
+        self._step = began_at + len(self._job.ranks(old)[0])  # it continued until the change
         self._faults[-1] = replace(self._faults[-1], step=self._step)
-        resumed, ranks = self._go_on(group)
+        resumed, ranks = self._follow_next_group(group)
         if resumed is not None:
             comparison = compare_resized(self._reference, ranks, resumed)
-            at = max(self._faults[-1].step, resumed + 1)  # a handoff ends after a step
+            at = max(self._faults[-1].step, resumed + 1)  # a handoff is after a step
             self._faults[-1] = replace(self._faults[-1], step=at, resumed=resumed, comparison=comparison)
 
-    def _go_on(self, group: int) -> tuple[int | None, dict[int, Rank]]:
-        """Let the new group come as far as the old one and a little further; return where it began, and its lines."""
-        stage, reference = self._stage, self._reference
-        self._remember()
-        firsts = [lines[0] for lines in stage.ranks(group).values()]
-        self._read.update(path for line in firsts for path in line.read)
-        resumed = reference.find_resumed(firsts[0], self._history)
-        count = self._window
+    def _follow_next_group(self, group: int) -> tuple[int | None, dict[int, RankRecords]]:
+        """Let the new group run past the last step of the old one.
+
+        Returns:
+            The step after which it resumed (None: unknown), and its records.
+        """
+        job, reference = self._job, self._reference
+        self._remember_weights()
+        firsts = [records[0] for records in job.ranks(group).values()]
+        self._read.update(path for record in firsts for path in record.read)
+        resumed = reference.find_resumed_step(firsts[0], self._history)
+        count = self._compared_steps
         if resumed:
             count += max(0, min(self._step, reference.last) - 1 - resumed)
-        stage.hold(group, count, others=1)
+        job.hold(group, count, others=1)
         try:
-            ranks = stage.wait_for_steps(group, count, STEPS_S)
+            ranks = job.wait_for_steps(group, count, STEPS_S)
         except ScriptEnded as end:
             if end.code:
                 raise
-            ranks = cut(stage.ranks(group))
+            ranks = trim_to_common(job.ranks(group))
         self._group, self._resumed = group, resumed or 0
         self._step = self._resumed + len(ranks[0])
         return resumed, ranks
 
-    def _remember(self) -> None:
-        """Keep what weights the group had that is over now."""
-        lines = self._stage.ranks(self._group)[0]
-        self._history |= {line.weights: self._resumed + line.count - 1 for line in lines}
+    def _remember_weights(self) -> None:
+        """Remember the weights that the previous group had."""
+        records = self._job.ranks(self._group)[0]
+        self._history |= {record.weights: self._resumed + record.count - 1 for record in records}
 
     def _note_failure(self, failure: Exception) -> None:
         if not self._faults:
             raise failure
         if isinstance(failure, ScriptEnded) and failure.code == 0:
-            self._faults.pop()  # the training was over before it came to that
+            self._faults.pop()  # the training was complete before this fault
             return
         self._faults[-1] = replace(self._faults[-1], failure=str(failure))
 
 
-def first_target(reference: Reference) -> int:
-    """The step for the first fault: a third into the second epoch, if there is one."""
+def first_fault_step(reference: Reference) -> int:
+    """Return the step for the first fault: a third into the second epoch, if there is one."""
     starts: dict[int | None, int] = {}
-    for line in reference.main:
-        starts.setdefault(reference.epoch_of(line.ordinal), line.ordinal)
+    for record in reference.rank0:
+        starts.setdefault(reference.epoch_of(record.ordinal), record.ordinal)
     begun = sorted(starts.values())
     by_epoch = begun[1] + (begun[1] - begun[0]) // 3 if len(begun) > 1 else reference.last
-    return max(2, by_epoch if by_epoch <= _LATEST * reference.last else int(0.4 * reference.last))
+    return max(2, by_epoch if by_epoch <= _LATEST_FAULT * reference.last else int(0.4 * reference.last))
 
 
-def is_telling(reference: Reference, saved: int) -> bool:
-    """Whether a restart from there shows a lost data position and a lost epoch."""
+def reveals_lost_position(reference: Reference, saved: int) -> bool:
+    """Return whether a restart from the checkpoint of step `saved` would show a lost data position and epoch."""
     before, after = reference.epoch_of(saved), reference.epoch_of(saved + 1)
-    is_first = after == reference.epoch_of(reference.main[0].ordinal)
-    has_epochs = len({reference.epoch_of(line.ordinal) for line in reference.main}) > 1
+    is_first = after == reference.epoch_of(reference.rank0[0].ordinal)
+    has_epochs = len({reference.epoch_of(record.ordinal) for record in reference.rank0}) > 1
     return before == after and not (has_epochs and is_first)

@@ -1,4 +1,4 @@
-"""What the recorder left, read back; the one place that knows the form of its lines."""
+"""The records that the recorder wrote: their format, and how to read them."""
 
 from __future__ import annotations
 
@@ -9,143 +9,143 @@ from pathlib import Path
 import msgspec
 
 Key = tuple[str, str, str, int]
-"""Kind, class and name of an object, and its place among those that have these in common."""
+"""Kind, class and name of an object, and its index among the objects that have these in common."""
 
 
-class SeenObject(msgspec.Struct, frozen=True):
-    """One object of the script, as it was before a step."""
+class ObjectRecord(msgspec.Struct, frozen=True):
+    """One object of the script and its state before a step."""
 
     kind: str
-    """optimizer, scheduler, scaler, generator, module (what no optimizer trains of it), or tensor (in a variable)."""
+    """optimizer, scheduler, scaler, generator, module (tensors that no optimizer trains) or tensor (in a variable)."""
     type: str
     """Its class."""
     name: str
-    """The script's variable, or an empty string."""
-    is_held: bool
+    """The script's variable that holds it, or an empty string."""
+    is_in_state: bool
     """Whether a State saves it."""
-    mark: str
+    digest: str
     """Hash of its state."""
-    is_old: bool = False
-    """Whether a variable has the same tensors as at the line before. Others are made anew in each step."""
+    is_persistent: bool = False
+    """Whether it has the same tensor objects as one step before; if not, they are created again in each step."""
 
 
-class LateObject(msgspec.Struct, frozen=True, tag="late"):
-    """What a step computed after its line was written, for a second optimizer for instance."""
+class LatePart(msgspec.Struct, frozen=True, tag="late"):
+    """What a step computed after its line was written, for a second optimizer for example."""
 
     losses: list[float | None] = []
     inputs: list[str] = []
-    is_end: bool = False
-    """Whether this is all of it: the step was committed to a State, or the next one has begun."""
+    is_complete: bool = False
+    """Whether the step is over: it was committed to a State, or the next step has begun."""
 
-    def __add__(self, more: LateObject) -> LateObject:
-        """Both, in this order."""
-        return LateObject(self.losses + more.losses, self.inputs + more.inputs, self.is_end or more.is_end)
+    def __add__(self, more: LatePart) -> LatePart:
+        """Concatenate two parts."""
+        return LatePart(self.losses + more.losses, self.inputs + more.inputs, self.is_complete or more.is_complete)
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag="step"):
-    """One step of the training by one rank. All hashes are equal for equal content.
+    """One training step of one rank. Contents are recorded as hashes, equal for equal content.
 
-    With a State a step ends with a commit; without one, before the first of the script's optimizers steps again.
+    With a State a step ends with a commit; without one, before the script's first optimizer steps again.
     """
 
     count: int
-    """Steps of this process, this one included."""
+    """Number of the step in this process, from 1."""
     step: int | None
     """The step's number by the State's count, from 1; None without a State."""
     state_epoch: int | None
     epoch: int | None
     """The script's own count of epochs."""
     epoch_name: str
-    """The variable that it is in."""
+    """The name of this variable."""
     world: int
     losses: list[float | None]
-    """Of each backward pass before the first optimizer stepped, without a scaler's factor; None: not finite."""
+    """The loss of each backward pass before the first optimizer step, without a scaler's factor; None: not finite."""
     inputs: list[str]
-    """Of each forward pass before the first optimizer stepped."""
+    """The hash of the inputs of each forward pass before the first optimizer step."""
     rows: list[str]
-    """Of each sample of this step; empty where there are too many, or no tensors."""
+    """The hash of each sample of this step; empty if there are too many or no tensors."""
     weights: str
     buffers: str
     random: dict[str, str]
-    """The global random states: Python, NumPy, torch, CUDA."""
-    objects: list[SeenObject]
+    """Hashes of the global random states: Python, NumPy, torch, CUDA."""
+    objects: list[ObjectRecord]
     model: str
-    """The script's variable that holds the model; of several, the first that is called."""
+    """The script's variable that holds the model; of several models, the one that is called first."""
     models: list[str] = []
-    """The variables of all modules that optimizers train."""
+    """The variables that hold modules with trained parameters."""
     seeded: list[str] = []
-    """Global random states that the rehearsal has seeded, not the script, and that were drawn from."""
+    """Global random states that were drawn from and that the rehearsal, not the script, has seeded."""
     read: list[str] = []
-    """In the first line: files in the working directory that were opened for reading before."""
+    """In the first line only: files in the working directory that were opened for reading before this step."""
     overwritten: list[str] = []
-    """Files there that were opened for writing until now, and had a content."""
-    late: LateObject = LateObject()
-    """What came after, so far."""
+    """Files there that were not empty when they were opened for writing, up to this step."""
+    late: LatePart = LatePart()
+    """What the step computed after this line was written, so far."""
 
     @property
     def ordinal(self) -> int:
-        """The number of the step as far as this process knows it."""
+        """The number of the step: by the State's count, or else in this process."""
         return self.count if self.step is None else self.step
 
-    def keyed(self) -> dict[Key, SeenObject]:
-        """The objects by what they are recognised by in another process."""
-        found: dict[Key, SeenObject] = {}
-        for seen in self.objects:
-            place = sum(key[:3] == (seen.kind, seen.type, seen.name) for key in found)
-            found[(seen.kind, seen.type, seen.name, place)] = seen
+    def objects_by_key(self) -> dict[Key, ObjectRecord]:
+        """Return the objects by a key under which they are found in another process."""
+        found: dict[Key, ObjectRecord] = {}
+        for entry in self.objects:
+            place = sum(key[:3] == (entry.kind, entry.type, entry.name) for key in found)
+            found[(entry.kind, entry.type, entry.name, place)] = entry
         return found
 
 
-Rank = list[StepRecord]
-"""The lines of one rank in the order in which they were written."""
+RankRecords = list[StepRecord]
+"""The records of one rank in the order in which they were written."""
 
-_decode = msgspec.json.Decoder(StepRecord | LateObject).decode
+_decode = msgspec.json.Decoder(StepRecord | LatePart).decode
 
 
 def groups_in(directory: Path) -> list[int]:
-    """Numbers of the groups that have recorded a step, in order."""
+    """Return the numbers of the groups that have recorded a step, in ascending order."""
     return sorted({int(path.name[6:12]) for path in directory.glob("group-*.jsonl")})
 
 
-def read_group(directory: Path, group: int) -> dict[int, Rank]:
-    """All whole lines of a group by rank, in the order of ranks."""
+def read_group(directory: Path, group: int) -> dict[int, RankRecords]:
+    """Read the records of a group by rank, in the order of ranks; incomplete lines are ignored."""
     paths = sorted(directory.glob(f"group-{group:06d}.rank-*.jsonl"))
-    return {int(path.stem[-5:]): list(_lines(path)) for path in paths}
+    return {int(path.stem[-5:]): list(_read_records(path)) for path in paths}
 
 
-def complete_steps(ranks: dict[int, Rank]) -> int:
-    """Steps that every rank of the group has recorded; 0 as long as a rank has none."""
-    if not ranks or any(not lines for lines in ranks.values()):
+def common_steps(ranks: dict[int, RankRecords]) -> int:
+    """Return how many steps all ranks of the group have recorded; 0 if a rank has none yet."""
+    if not ranks or any(not records for records in ranks.values()):
         return 0
     is_whole = len(ranks) == next(iter(ranks.values()))[0].world
-    return min(len(lines) for lines in ranks.values()) if is_whole else 0
+    return min(len(records) for records in ranks.values()) if is_whole else 0
 
 
-def cut(ranks: dict[int, Rank]) -> dict[int, Rank]:
-    """Leave out steps that not all ranks have recorded."""
-    shortest = min(len(lines) for lines in ranks.values())
-    return {rank: lines[:shortest] for rank, lines in ranks.items()}
+def trim_to_common(ranks: dict[int, RankRecords]) -> dict[int, RankRecords]:
+    """Remove the steps that not all ranks have recorded."""
+    shortest = min(len(records) for records in ranks.values())
+    return {rank: records[:shortest] for rank, records in ranks.items()}
 
 
 def errors_in(directory: Path) -> str:
-    """What went wrong in the recorder itself; empty if nothing did."""
+    """Return the logged errors of the recorder; empty if there are none."""
     with suppress(FileNotFoundError):
         return (directory / "recorder-errors.txt").read_text(encoding="utf-8", errors="replace")
     return ""
 
 
-def _lines(path: Path) -> Iterator[StepRecord]:
-    line, late = None, LateObject()
+def _read_records(path: Path) -> Iterator[StepRecord]:
+    step, late = None, LatePart()
     with path.open("rb") as file:
-        for each in file:
-            if not each.endswith(b"\n"):
+        for line in file:
+            if not line.endswith(b"\n"):
                 continue
-            record: StepRecord | LateObject = _decode(each)
-            if isinstance(record, LateObject):
+            record: StepRecord | LatePart = _decode(line)
+            if isinstance(record, LatePart):
                 late += record
                 continue
-            if line is not None:
-                yield msgspec.structs.replace(line, late=late + LateObject(is_end=True))
-            line, late = record, LateObject()
-    if line is not None:
-        yield msgspec.structs.replace(line, late=late)
+            if step is not None:
+                yield msgspec.structs.replace(step, late=late + LatePart(is_complete=True))
+            step, late = record, LatePart()
+    if step is not None:
+        yield msgspec.structs.replace(step, late=late)

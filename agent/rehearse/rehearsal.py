@@ -1,6 +1,6 @@
-"""The rehearsal: a script undisturbed, then with a worker kill, a node kill and a resize, each compared with the first.
+"""The rehearsal: an undisturbed run of a script, and a run with a worker kill, a node kill and resizes to compare.
 
-Each run ends as soon as enough steps were compared, and not with the training.
+Each run ends as soon as enough steps were compared, not at the end of the training.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from agent.rehearse.faults import DisturbedRun, RehearsalFault, Rehearsed, TornFile
-from agent.rehearse.records import Rank, StepRecord, cut
-from agent.rehearse.reference import Difference, Reference, find_unsteady
-from agent.rehearse.stage import FIRST_STEP_S, NO_END, STEPS_S, ScriptEnded, Stage, TooLate
+from agent.rehearse.faults import DisturbedRun, OverwriteKill, RehearsalFault, RehearsalResult
+from agent.rehearse.job import FIRST_STEP_S, NO_LIMIT, STEPS_S, RehearsedJob, ScriptEnded, WaitTimeout
+from agent.rehearse.records import RankRecords, StepRecord, trim_to_common
+from agent.rehearse.reference import Difference, Reference, find_nondeterminism
 from agent.rehearse.step_gate import StepGate
 
 _UNDISTURBED_S = 20.0
-"""For how long steps of the undisturbed run are collected at most."""
+"""Maximum time of the undisturbed run."""
 _ENOUGH_STEPS = 60
 _ENOUGH_EPOCHS = 3
 _MAX_RESTARTS = 4
 
 
-class NeverCommits(Exception):  # noqa: N818 - says what is the case
+class NeverCommits(Exception):  # noqa: N818 - the name says what happened
     """The script does not call `state.commit()`."""
 
 
@@ -33,11 +33,11 @@ class Rehearsal:
 
     Args:
         server: endpoint of an etcd.
-        directory: an empty one for all that the jobs leave.
+        directory: an empty directory for all files of the jobs.
         command: script and arguments.
         np: number of nodes, of one rank each.
-        steps: of the undisturbed run; None: found out.
-        say: told what happens.
+        steps: number of steps of the undisturbed run; None: chosen by the script's epochs.
+        announce: prints a line of progress.
     """
 
     def __init__(
@@ -47,94 +47,98 @@ class Rehearsal:
         command: Sequence[str],
         np: int,
         steps: int | None,
-        say: Callable[[str], None],
+        announce: Callable[[str], None],
     ) -> None:
-        self._stage = partial(Stage, server, command=command, np=np)
+        self._new_job = partial(RehearsedJob, server, command=command, np=np)
         self._directory = directory
         self._np = np
         self._steps = steps
-        self._say = say
+        self._announce = announce
 
-    def run(self) -> Rehearsed:
-        """Do all of it.
+    def run(self) -> RehearsalResult:
+        """Run all jobs of the rehearsal and return the findings.
 
         Raises:
             ScriptEnded: the script fails undisturbed, or ends without an optimizer step.
-            TooLate: it takes no step for a long time.
-            NeverCommits: it has a State that is never told of a step.
+            WaitTimeout: the script makes no step for a long time.
+            NeverCommits: the script has a State and never calls `commit()`.
         """
-        self._say(f"undisturbed, {self._np} rank{'s' if self._np > 1 else ''} …")
-        reference = Reference(self._undisturbed("undisturbed", self._steps))
-        if reference.has_state and _is_never_committed(reference.main[0]):
+        self._announce(f"undisturbed, {self._np} rank{'s' if self._np > 1 else ''} …")
+        reference = Reference(self._run_undisturbed("undisturbed", self._steps))
+        if reference.has_state and _is_never_committed(reference.rank0[0]):
             raise NeverCommits
-        with self._stage(self._directory / "disturbed", max_restarts=_MAX_RESTARTS, gate=StepGate(0, 0, 1)) as stage:
-            rehearsed = DisturbedRun(stage, reference, self._np, self._say).run()
-        if rehearsed.unsteady is None and any(map(_is_unexplained, rehearsed.differences)):
-            self._say("undisturbed once more, to see whether the script repeats itself …")
+        with self._new_job(self._directory / "disturbed", max_restarts=_MAX_RESTARTS, gate=StepGate(0, 0, 1)) as job:
+            rehearsed = DisturbedRun(job, reference, self._np, self._announce).run()
+        if rehearsed.nondeterminism is None and any(map(_is_unexplained, rehearsed.differences)):
+            self._announce("undisturbed once more, to see whether the script is deterministic …")
             last = max(each.step for each in rehearsed.differences)
-            again = self._undisturbed("again", min(last + 1, reference.last))
-            rehearsed = replace(rehearsed, unsteady=find_unsteady(reference, again))
+            second_run = self._run_undisturbed("second_run", min(last + 1, reference.last))
+            rehearsed = replace(rehearsed, nondeterminism=find_nondeterminism(reference, second_run))
         at_risk = sorted(rehearsed.read & reference.overwritten)
-        return replace(rehearsed, torn=self._tear(at_risk[0], reference)) if at_risk else rehearsed
+        return replace(rehearsed, overwrite_kill=self._kill_in_write(at_risk[0], reference)) if at_risk else rehearsed
 
-    def _tear(self, path: str, reference: Reference) -> TornFile | None:
-        """Kill the rank that overwrites a file, when it is empty; None if it came to no overwriting."""
-        self._say(f"worker killed as it overwrites {path} …")
-        gate = StepGate(0, 0, NO_END, torn=path)
-        with self._stage(self._directory / "torn", max_restarts=1, gate=gate) as stage:
+    def _kill_in_write(self, path: str, reference: Reference) -> OverwriteKill | None:
+        """Kill a rank while it overwrites a file; None if the file is not overwritten."""
+        self._announce(f"worker killed as it overwrites {path} …")
+        gate = StepGate(0, 0, NO_LIMIT, kill_on_write=path)
+        with self._new_job(self._directory / "kill-in-write", max_restarts=1, gate=gate) as job:
             try:
-                group = stage.wait_for_group(0, self._np, 1, FIRST_STEP_S)
-                stage.wait(lambda: stage.has_torn() or None, STEPS_S, f"overwriting of {path}")
-                step = len(stage.ranks(group)[0]) + 1
-            except (ScriptEnded, TooLate):
+                group = job.wait_for_group(0, self._np, 1, FIRST_STEP_S)
+                job.wait(lambda: job.was_killed_in_write() or None, STEPS_S, f"overwriting of {path}")
+                step = len(job.ranks(group)[0]) + 1
+            except (ScriptEnded, WaitTimeout):
                 return None
             fault = RehearsalFault(f"worker killed as it overwrites {path}", step)
-            history = {line.weights: line.count - 1 for line in stage.ranks(group)[0]}
+            history = {record.weights: record.count - 1 for record in job.ranks(group)[0]}
             try:
-                after = stage.wait_for_group(group, self._np, 1, FIRST_STEP_S)
-            except (ScriptEnded, TooLate) as failure:
-                return TornFile(path, replace(fault, failure=str(failure)))
-            return TornFile(path, replace(fault, resumed=reference.find_resumed(stage.ranks(after)[0][0], history)))
+                after = job.wait_for_group(group, self._np, 1, FIRST_STEP_S)
+            except (ScriptEnded, WaitTimeout) as failure:
+                return OverwriteKill(path, replace(fault, failure=str(failure)))
+            return OverwriteKill(
+                path, replace(fault, resumed=reference.find_resumed_step(job.ranks(after)[0][0], history))
+            )
 
-    def _undisturbed(self, name: str, steps: int | None) -> dict[int, Rank]:
-        gate = StepGate(0, 0, steps or NO_END)
-        with self._stage(self._directory / name, max_restarts=0, gate=gate) as stage:
+    def _run_undisturbed(self, name: str, steps: int | None) -> dict[int, RankRecords]:
+        gate = StepGate(0, 0, steps or NO_LIMIT)
+        with self._new_job(self._directory / name, max_restarts=0, gate=gate) as job:
             group = 1
             try:
-                group = stage.wait_for_group(0, self._np, 1, FIRST_STEP_S)
+                group = job.wait_for_group(0, self._np, 1, FIRST_STEP_S)
                 until = time.monotonic() + _UNDISTURBED_S
                 if steps is not None:
-                    stage.wait_for_steps(group, steps, max(_UNDISTURBED_S, STEPS_S))
+                    job.wait_for_steps(group, steps, max(_UNDISTURBED_S, STEPS_S))
                 else:
-                    stage.wait(
-                        lambda: _is_enough(stage, group) or time.monotonic() > until or None, STEPS_S, "steps", 0.3
+                    job.wait(
+                        lambda: _has_enough_steps(job, group) or time.monotonic() > until or None, STEPS_S, "steps", 0.3
                     )
             except ScriptEnded as end:
-                if end.code != 0 or not stage.ranks(group):
+                if end.code != 0 or not job.ranks(group):
                     raise
             finally:
-                if errors := stage.recorder_errors():
-                    self._say(f"the recorder failed at times, so something may go unseen: {errors.splitlines()[-1]}")
-            return cut(stage.ranks(group))
+                if errors := job.recorder_errors():
+                    self._announce(
+                        f"the recorder had errors, so problems may be missed; the last error: {errors.splitlines()[-1]}"
+                    )
+            return trim_to_common(job.ranks(group))
 
 
 def _is_never_committed(first: StepRecord) -> bool:
-    """Whether all optimizer steps came to be one, as no commit ended it."""
-    return not first.late.is_end and bool(first.late.losses or first.late.inputs)
+    """Return whether all optimizer steps were recorded as one step, because no commit ended it."""
+    return not first.late.is_complete and bool(first.late.losses or first.late.inputs)
 
 
 def _is_unexplained(difference: Difference) -> bool:
-    """Whether a script that does not repeat itself would look the same."""
-    return difference.seen is None and difference.kind in {"loss", "data position", "random state"}
+    """Return whether a script that is not deterministic would show the same difference."""
+    return difference.object is None and difference.kind in {"loss", "data position", "random state"}
 
 
-def _is_enough(stage: Stage, group: int) -> bool:
-    """Whether there are epochs to be hit in, and with a State a checkpoint to resume from and steps after it."""
-    reference = Reference(cut(stage.ranks(group)))
+def _has_enough_steps(job: RehearsedJob, group: int) -> bool:
+    """Return whether there are enough steps and epochs to inject faults and, with a State, a checkpoint."""
+    reference = Reference(trim_to_common(job.ranks(group)))
     if reference.last < _ENOUGH_STEPS:
         return False
-    epochs = {reference.epoch_of(line.ordinal) for line in reference.main}
+    epochs = {reference.epoch_of(record.ordinal) for record in reference.rank0}
     if epochs == {None}:
         return reference.last >= 2 * _ENOUGH_STEPS
-    saved = stage.newest_checkpoint() if reference.has_state else 0
+    saved = job.newest_checkpoint() if reference.has_state else 0
     return len(epochs) > _ENOUGH_EPOCHS and saved is not None

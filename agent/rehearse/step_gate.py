@@ -1,4 +1,4 @@
-"""Where the rehearsal holds a script: a small file that it writes and the recorder reads at every step."""
+"""The step gate: a small file with which the rehearsal holds a script; the recorder reads it at every step."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TORN = "torn"
-"""A file that is there once a process was killed in a write, which happens once."""
+KILLED_IN_WRITE = "killed-in-write"
+"""A file that exists once a process was killed in a write; no other one is killed then."""
 
 
 @dataclass(frozen=True)
 class StepGate:
-    """How far a script may go. Steps are counted from the start of its process, so from 1 in each group."""
+    """How far a script may run. Steps are counted from the start of its process, so from 1 in each group."""
 
     group: int
-    """The group that `steps` is about."""
+    """The group for which `steps` holds."""
     steps: int
-    """Step at which that group stops, or from which on it is slow."""
+    """Step at which this group stops, or from which it is delayed."""
     others: int
     """Step at which any other group stops."""
-    pace_s: float = 0.0
-    """0: the group stops there. Else it goes on, and loses so many seconds at each step."""
-    torn: str = ""
-    """A file whose first overwriting kills the process that does it."""
+    delay_s: float = 0.0
+    """0: the group stops there. Otherwise it continues and is delayed this long at each step."""
+    kill_on_write: str = ""
+    """A file: the first process that overwrites it is killed."""
 
     def holds(self, group: int, count: int) -> bool:
-        """Whether a rank that has come so far must wait."""
+        """Return whether a rank must wait at this step."""
         if group == self.group:
-            return not self.pace_s and count >= self.steps
+            return not self.delay_s and count >= self.steps
         return count >= self.others
 
-    def pace_of(self, group: int, count: int) -> float:
-        """Seconds to lose at this step."""
-        return self.pace_s if group == self.group and count >= self.steps else 0.0
+    def delay_at(self, group: int, count: int) -> float:
+        """Return the delay at this step, in seconds."""
+        return self.delay_s if group == self.group and count >= self.steps else 0.0
 
 
 def read_gate(directory: Path) -> StepGate:
@@ -42,7 +42,7 @@ def read_gate(directory: Path) -> StepGate:
 
 
 def write_gate(directory: Path, gate: StepGate) -> None:
-    """Replace the gate at once: no reader sees half of it."""
+    """Replace the gate by a rename, so that no reader sees a part of it."""
     private = directory / "gate.new"
     private.write_text(json.dumps(asdict(gate)), encoding="utf-8")
     private.replace(directory / "gate.json")

@@ -1,8 +1,8 @@
-"""A working directory for a script that is rehearsed: it looks like the user's, and what is written stays in it.
+"""The working directory of a rehearsed script: it looks like the user's, and files that are written stay in it.
 
-Directories are made anew. Small files are copied, large ones are links: a script that replaces a file leaves the
-user's own alone, but one that writes into a large file in its place does not. Checkpoints and logs of earlier runs
-stay outside, or the script would resume from them.
+Directories are created anew. Small files are copied, large ones are links. So a script that replaces a file does not
+change the user's, but one that writes into a large file in place does. Checkpoints and logs of earlier runs are left
+out, because the script would resume from them.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-_COPIED_BYTES = 4 << 20
-_MOST_HERE = 1000
-"""A directory with more entries holds data, and is one link."""
-_MOST_IN_ALL = 20_000
-"""After so many entries the rest are links: the script was started above all sorts of things."""
-_LEFT_OUT = {"__pycache__", "checkpoints", "log", "node_modules"}
+_MAX_COPIED_BYTES = 4 << 20
+_MAX_ENTRIES = 1000
+"""A directory with more entries holds data and becomes a link."""
+_MAX_TOTAL_ENTRIES = 20_000
+"""After this many entries the rest become links: the script was started in a directory with much else."""
+_EXCLUDED = {"__pycache__", "checkpoints", "log", "node_modules"}
 
 
-def mirror(source: Path, target: Path) -> None:
-    """Make `target`, a directory that is not there yet, look like `source`."""
-    left = _MOST_IN_ALL
-    places = [(source, target)]
-    while places:
-        here, there = places.pop()
+def make_workspace(source: Path, target: Path) -> None:
+    """Create the directory `target` with copies of, or links to, the contents of `source`."""
+    remaining = _MAX_TOTAL_ENTRIES
+    pending = [(source, target)]
+    while pending:
+        here, there = pending.pop()
         there.mkdir(parents=True)
         for name in _names_in(here):
-            left -= 1
+            remaining -= 1
             original, copy = here / name, there / name
-            if _is_to_be_made(original, target) and left > 0:
-                places.append((original, copy))
+            if _is_copied_directory(original, target) and remaining > 0:
+                pending.append((original, copy))
             else:
                 _copy_or_link(original, copy)
 
 
 def _names_in(directory: Path) -> list[str]:
-    with suppress(OSError):  # what cannot be read here, the script cannot read either
+    with suppress(OSError):  # the script cannot read such a directory either
         names = (path.name for path in directory.iterdir())
-        return [name for name in names if not name.startswith(".") and name not in _LEFT_OUT]
+        return [name for name in names if not name.startswith(".") and name not in _EXCLUDED]
     return []
 
 
-def _is_to_be_made(directory: Path, target: Path) -> bool:
+def _is_copied_directory(directory: Path, target: Path) -> bool:
     if not directory.is_dir() or directory.is_symlink() or target.resolve().is_relative_to(directory.resolve()):
         return False
-    return len(_names_in(directory)) <= _MOST_HERE
+    return len(_names_in(directory)) <= _MAX_ENTRIES
 
 
 def _copy_or_link(original: Path, copy: Path) -> None:
     with suppress(OSError):
-        if original.is_file() and original.stat().st_size <= _COPIED_BYTES:
+        if original.is_file() and original.stat().st_size <= _MAX_COPIED_BYTES:
             shutil.copy2(original, copy)
             return
     copy.symlink_to(original.absolute())

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.log import configure
-from agent.rehearse.cleanup import end_in_order_when_asked
+from agent.rehearse.cleanup import exit_on_signals
 from agent.store.etcd import EtcdStore
 
 _OUT = Path(".cache/bench")
@@ -38,7 +38,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH
 def main() -> None:
     """Measure."""
     asked = _parse(sys.argv[1:])
-    end_in_order_when_asked()
+    exit_on_signals()
     configure("bench")
     asked.out.mkdir(parents=True, exist_ok=True)
     if not asked.smoke:

@@ -21,7 +21,7 @@ from chaos.faults import FAULTS
 from chaos.play import BREACHES, Outcome, play
 from rich.console import Console
 
-from agent.rehearse.cleanup import end_in_order_when_asked
+from agent.rehearse.cleanup import exit_on_signals
 
 console = Console(highlight=False)
 
@@ -33,7 +33,7 @@ _LONG = frozenset({"etcd-stopped", "etcd-two-killed"})
 def main() -> None:
     """Do what is asked for; the exit code is 1 if anything went wrong."""
     asked = _parse()
-    end_in_order_when_asked()
+    exit_on_signals()
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="elastic-agent-chaos-") as directory:
         reference = Reference(Path(directory))

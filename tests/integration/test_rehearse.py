@@ -1,4 +1,4 @@
-"""`elastic-agent rehearse` on real scripts: each that leaves out one thing is told which."""
+"""`elastic-agent rehearse` on real scripts: what a script leaves out of State is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def rehearse(directory: Path, *arguments: str) -> tuple[int, str]:
-    """Run the command in a directory of its own; return its exit code and what it printed."""
+    """Run the command in a directory of its own; return its exit code and its output."""
     argv = [sys.executable, "-m", "agent", "rehearse", *arguments]
     done = subprocess.run(argv, cwd=directory, capture_output=True, text=True, timeout=500, check=False)
     assert "Traceback" not in done.stderr, done.stderr
@@ -43,14 +43,14 @@ LEFT_OUT = [
 ]
 
 
-@pytest.mark.parametrize(("script", "said", "cure"), some(LEFT_OUT[:1], of=LEFT_OUT))
-def test_what_a_script_leaves_out_is_named(tmp_path: Path, script: str, said: str, cure: str) -> None:
-    """Alone, and with the line that puts it right."""
+@pytest.mark.parametrize(("script", "finding", "fix"), some(LEFT_OUT[:1], of=LEFT_OUT))
+def test_an_object_left_out_of_state_is_reported(tmp_path: Path, script: str, finding: str, fix: str) -> None:
+    """It is the only one, and the line that fixes it is printed."""
     code, text = rehearse(tmp_path, str(PLANTED / f"{script}.py"))
     found = [line for line in text.splitlines() if line.startswith("MISSING")]
     assert len(found) == 1, text
-    assert said in found[0]
-    assert cure in text
+    assert finding in found[0]
+    assert fix in text
     assert code == 1
 
 
@@ -60,7 +60,7 @@ def test_what_a_script_leaves_out_is_named(tmp_path: Path, script: str, said: st
     ids=lambda path: path.stem,
 )
 def test_nothing_is_missing_in_a_script_that_saves_all(tmp_path: Path, script: Path) -> None:
-    """After a worker kill, a node kill and two resizes; nothing is left in the user's directory."""
+    """After a worker kill, a node kill and two resizes; no file is left in the user's directory."""
     code, text = rehearse(tmp_path, str(script))
     assert "nothing is missing" in text, text
     for fault in ("worker killed", "node lost and replaced", "resize 2 -> 1", "resize 1 -> 2"):
@@ -70,8 +70,8 @@ def test_nothing_is_missing_in_a_script_that_saves_all(tmp_path: Path, script: P
 
 
 @pytest.mark.long("integration/test_rehearse_recording.py")
-def test_two_optimizers_and_no_seed_are_no_alarm(tmp_path: Path) -> None:
-    """A step goes from commit to commit, and the rehearsal seeds what the script does not."""
+def test_two_optimizers_and_no_seed_give_no_false_alarm(tmp_path: Path) -> None:
+    """A step is the time between two commits, and the rehearsal seeds what the script does not."""
     code, text = rehearse(tmp_path, str(PLANTED / "two_models.py"))
     assert "nothing is missing" in text, text
     assert "not seeded by the script: torch; the rehearsal seeds it" in text
@@ -79,10 +79,10 @@ def test_two_optimizers_and_no_seed_are_no_alarm(tmp_path: Path) -> None:
 
 
 @pytest.mark.long("integration/test_rehearse_recording.py")
-def test_a_checkpoint_that_is_overwritten_in_place_is_named(tmp_path: Path) -> None:
-    """Nothing else: it has all, and the step that creates the optimizer's state is none of the training."""
+def test_a_checkpoint_that_is_overwritten_in_place_is_reported(tmp_path: Path) -> None:
+    """It is the only finding; the step that creates the optimizer's state does not count."""
     code, text = rehearse(tmp_path, str(PLANTED / "own_checkpoint.py"))
-    assert "worker killed: at step 14, it went on after step 10, 3 steps lost" in text, text
+    assert "worker killed: at step 14, it resumed after step 10, 3 steps replayed" in text, text
     missing = [line for line in text.splitlines() if line.startswith("MISSING")]
     assert len(missing) == 1, text
     assert "checkpoint.pt is overwritten in place" in missing[0]
@@ -90,26 +90,26 @@ def test_a_checkpoint_that_is_overwritten_in_place_is_named(tmp_path: Path) -> N
 
 
 @pytest.mark.long("unit/test_rehearse_report.py")
-def test_a_script_that_saves_nothing_is_told_what_each_fault_costs(tmp_path: Path) -> None:
-    """And the lines that would save it, with its own names."""
+def test_a_script_that_saves_nothing_gets_the_cost_of_each_fault(tmp_path: Path) -> None:
+    """And the lines that would avoid it, with the script's own names."""
     code, text = rehearse(tmp_path, str(PLANTED / "plain.py"))
-    assert "\nworker killed: at step 14, it began again at step 1, 13 steps lost" in text
-    assert "\nnode lost and replaced: at step 6, it began again at step 1, 5 steps lost" in text
+    assert "\nworker killed: at step 14, it started again at step 1, 13 steps replayed" in text
+    assert "\nnode lost and replaced: at step 6, it started again at step 1, 5 steps replayed" in text
     assert "state = tr.State(net=net, optimizer=optimizer)" in text
     assert code == 1
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_the_scripts_own_is_recognised(tmp_path: Path) -> None:
-    """By the weights it goes on with; it is kept apart from what lies in the user's directory."""
+def test_a_scripts_own_checkpoint_is_recognised(tmp_path: Path) -> None:
+    """By the weights with which it resumes; it does not get into the user's directory."""
     code, text = rehearse(tmp_path, str(EXAMPLES / "plain_ddp.py"))
-    assert "it went on after step 30, 10 steps lost" in text, text
-    assert "nothing is missing, but for the steps lost" in text
+    assert "it resumed after step 30, 10 steps replayed" in text, text
+    assert "nothing is missing, but steps are replayed" in text
     assert code == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_script_that_does_not_repeat_itself_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_is_not_deterministic_is_reported(tmp_path: Path) -> None:
     code, text = rehearse(tmp_path, str(PLANTED / "unseeded.py"))
     assert "Two undisturbed runs differ from step 1 on: the inputs of the model" in text
     assert "MISSING" not in text
@@ -124,8 +124,8 @@ def test_a_script_that_does_not_repeat_itself_is_told_so(tmp_path: Path) -> None
     ],
     ids=["fails", "no step"],
 )
-def test_a_script_that_cannot_be_rehearsed_is_quoted(tmp_path: Path, script: str, said: str) -> None:
-    """Its last lines are shown; it is found where the user is, by a path from there."""
+def test_the_output_of_a_script_that_cannot_be_rehearsed_is_shown(tmp_path: Path, script: str, said: str) -> None:
+    """The script is found by a path relative to the user's directory."""
     (tmp_path / "train.py").write_text(script)
     code, text = rehearse(tmp_path, "train.py")
     assert said in text
@@ -133,7 +133,7 @@ def test_a_script_that_cannot_be_rehearsed_is_quoted(tmp_path: Path, script: str
     assert code == 1
 
 
-def test_a_state_that_is_never_told_of_a_step_is_named(tmp_path: Path) -> None:
+def test_a_state_without_commits_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         """
 import torch, trainer_runtime as tr
@@ -152,7 +152,7 @@ for epoch in state.epochs(1):
     assert code == 1
 
 
-def test_a_script_that_takes_no_step_is_given_up(
+def test_a_rehearsal_of_a_script_without_steps_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -181,7 +181,7 @@ def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], arguments: lis
 
 
 def living(mark: str) -> list[psutil.Process]:
-    """Processes that inherited it from whoever started them."""
+    """Return the living processes with this value in their environment, which descendants inherit."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -192,8 +192,8 @@ def living(mark: str) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("number", some([signal.SIGTERM], of=[signal.SIGTERM, signal.SIGHUP]))
 @pytest.mark.parametrize("argv", [["-m", "agent", "rehearse", "train.py"], [str(ROOT / "scripts" / "demo.py")]])
-def test_who_is_asked_to_end_leaves_nothing_behind(tmp_path: Path, argv: list[str], number: signal.Signals) -> None:
-    """A terminal that is closed, a job that is cancelled: while agents run, each in a session of its own."""
+def test_a_signal_ends_all_started_processes(tmp_path: Path, argv: list[str], number: signal.Signals) -> None:
+    """Agents run in sessions of their own, and must end if a terminal is closed or a job is cancelled."""
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     environ = {**os.environ, "TEST_MARK": (mark := f"{tmp_path}-{uuid.uuid4()}"), "TMPDIR": str(tmp_path)}
     command = ["env", "--default-signal=HUP", sys.executable, *argv]  # under nohup it would be ignored, as it should be

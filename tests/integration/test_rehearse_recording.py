@@ -1,4 +1,4 @@
-"""What the recorder of a rehearsal does in a script's process: it sees, and changes nothing."""
+"""The recorder of a rehearsal in a script's process: it observes and changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FREE = StepGate(0, 0, 1 << 30)
 
 
 def run(tmp_path: Path, script: str, *, is_recorded: bool = True, **environ: str) -> str:
-    """Run a script as a rank of group 1; return what it printed."""
+    """Run a script as a rank of group 1; return its output."""
     path, records, site = tmp_path / "script.py", tmp_path / "records", tmp_path / "site"
     path.write_text(script)
     records.mkdir(exist_ok=True)
@@ -73,15 +73,15 @@ print(random.random(), numpy.random.random(), isinstance(noise, torch.Generator)
 """
 
 
-@pytest.mark.long("integration/test_rehearse.py: what saves all is missing nothing, bit by bit")
-def test_a_recorded_script_computes_what_it_computes_alone(tmp_path: Path) -> None:
-    """Weights and all random states, bit by bit."""
+@pytest.mark.long("integration/test_rehearse.py: a complete script has nothing missing, bit by bit")
+def test_recording_does_not_change_what_a_script_computes(tmp_path: Path) -> None:
+    """Weights and all random states are equal bit by bit."""
     first, second = (run(tmp_path, TRAINING, is_recorded=is_recorded) for is_recorded in (True, False))
     assert first.replace("torch.Generator", "Generator") == second.replace("torch._C.Generator", "Generator")
 
 
-def test_a_line_tells_all_of_a_step(tmp_path: Path) -> None:
-    """Micro-batches are of one step; a pass without gradients is none of its inputs; names are the script's."""
+def test_a_record_has_all_of_a_step(tmp_path: Path) -> None:
+    """Micro-batches belong to one step, a pass without gradients is ignored, names are those of the script."""
     run(tmp_path, TRAINING)
     lines = lines_of(tmp_path)
     assert [(line.count, line.step, line.epoch, line.epoch_name) for line in lines] == [
@@ -93,22 +93,22 @@ def test_a_line_tells_all_of_a_step(tmp_path: Path) -> None:
     first, second = lines[:2]
     assert [(len(line.losses), len(line.inputs), len(line.rows)) for line in lines] == [(2, 2, 12)] * 4
     assert all(loss is not None and loss < 100 for loss in first.losses), "a scaler's factor is no part of the loss"
-    assert [(seen.kind, seen.type, seen.name, seen.is_held) for seen in first.objects] == [
+    assert [(seen.kind, seen.type, seen.name, seen.is_in_state) for seen in first.objects] == [
         ("optimizer", "Adam", "adam", False),
         ("scheduler", "StepLR", "steps", False),
         ("scaler", "GradScaler", "scaler", False),
         ("generator", "Generator", "noise", False),
     ]
     assert first.model == "net"
-    changed = [a.name for a, b in zip(first.objects, second.objects, strict=True) if a.mark != b.mark]
+    changed = [a.name for a, b in zip(first.objects, second.objects, strict=True) if a.digest != b.digest]
     assert changed == ["adam", "steps", "scaler", "noise"]
     assert first.weights != second.weights
     assert first.buffers != second.buffers
     assert first.random.keys() == {"Python", "NumPy", "torch"}
 
 
-def test_what_a_state_holds_is_told_from_what_it_does_not(tmp_path: Path) -> None:
-    """A scheduler that is held does not make its optimizer held."""
+def test_objects_in_state_are_marked(tmp_path: Path) -> None:
+    """A scheduler in State does not put its optimizer into State."""
     script = """
 import torch, trainer_runtime as tr
 tr.init()
@@ -125,10 +125,10 @@ for epoch in state.epochs(1):
     run(tmp_path, script.replace("tr.init()", 'import os; del os.environ["RANK"]; tr.init()'))
     line = lines_of(tmp_path)[-1]
     assert (line.step, line.state_epoch) == (3, 0)
-    assert {seen.name: seen.is_held for seen in line.objects} == {"opt": False, "sched": True}
+    assert {seen.name: seen.is_in_state for seen in line.objects} == {"opt": False, "sched": True}
 
 
-def test_a_step_that_a_scaler_leaves_out_is_a_step(tmp_path: Path) -> None:
+def test_a_step_that_a_scaler_skips_counts(tmp_path: Path) -> None:
     script = """
 import torch
 net = torch.nn.Linear(1, 1)
@@ -147,7 +147,7 @@ for factor in (1.0, float("inf"), 1.0):
 
 
 def test_a_step_goes_from_commit_to_commit(tmp_path: Path) -> None:
-    """Whichever optimizers step in it; what a State holds of modules and tensors is told from what it does not."""
+    """However many optimizers step in it; modules and tensors in State are marked."""
     script = """
 import os; del os.environ["RANK"]
 import torch, trainer_runtime as tr
@@ -174,24 +174,26 @@ for epoch in state.epochs(1):
 """
     run(tmp_path, script)
     lines = lines_of(tmp_path)
-    assert [(line.step, len(line.inputs), len(line.late.inputs), line.late.is_end) for line in lines] == [
+    assert [(line.step, len(line.inputs), len(line.late.inputs), line.late.is_complete) for line in lines] == [
         (1, 1, 0, True),
         (2, 1, 1, True),
         (3, 1, 0, True),
         (4, 1, 1, True),
     ]
-    kept = {seen.name: (seen.kind, seen.type, seen.is_held) for seen in lines[1].objects if seen.kind != "optimizer"}
+    kept = {
+        seen.name: (seen.kind, seen.type, seen.is_in_state) for seen in lines[1].objects if seen.kind != "optimizer"
+    }
     assert kept == {
         "copied": ("module", "Linear", False),
         "held": ("module", "Linear", True),
         "own": ("tensor", "Average", False),
         "queue": ("tensor", "Tensor", True),
     }
-    assert {name for _, _, name, _ in Reference({0: lines}).changing} >= {"own", "queue"}
+    assert {name for _, _, name, _ in Reference({0: lines}).changing_tensors} >= {"own", "queue"}
 
 
-def test_a_plain_step_begins_with_the_first_optimizer_and_none_is_made_within_checkpointing(tmp_path: Path) -> None:
-    """Torch creates an optimizer's state by a step, before a script loads what it has saved."""
+def test_without_state_a_step_begins_with_the_first_optimizer(tmp_path: Path) -> None:
+    """The step by which torch creates an optimizer's state before a load does not count."""
     script = """
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -205,7 +207,7 @@ for x in range(3):
 """
     run(tmp_path, script)
     lines = lines_of(tmp_path)
-    assert [(line.count, len(line.inputs), len(line.late.inputs), line.late.is_end) for line in lines] == [
+    assert [(line.count, len(line.inputs), len(line.late.inputs), line.late.is_complete) for line in lines] == [
         (1, 1, 2, True),
         (2, 1, 2, True),
         (3, 1, 2, False),
@@ -226,8 +228,8 @@ for _ in range(2):
 """
 
 
-def test_what_a_script_does_not_seed_is_seeded_otherwise_after_a_restart(tmp_path: Path) -> None:
-    """And which files it reads at its start and overwrites in place is noted."""
+def test_unseeded_random_states_get_other_seeds_after_a_restart(tmp_path: Path) -> None:
+    """Files that the script reads at its start and overwrites in place are recorded."""
     (tmp_path / "read.bin").write_bytes(b"data")
     first, again = run(tmp_path, SEEDING), ""
     line = lines_of(tmp_path)[-1]
@@ -249,7 +251,7 @@ def test_torch_is_not_imported_before_the_script_does_it(tmp_path: Path) -> None
 
 
 def test_the_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:
-    """It is also the one that scripts find under that name."""
+    """Scripts import it under this name."""
     own = tmp_path / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import builtins; builtins.mine = 41; yours = 1\n")
@@ -262,9 +264,9 @@ def test_a_gate_holds_a_group_at_a_step() -> None:
     assert not gate.holds(2, 9)
     assert gate.holds(2, 10)
     assert gate.holds(3, 1)
-    slow = StepGate(group=2, steps=10, others=1, pace_s=0.5)
+    slow = StepGate(group=2, steps=10, others=1, delay_s=0.5)
     assert not slow.holds(2, 12)
-    assert (slow.pace_of(2, 9), slow.pace_of(2, 10), slow.pace_of(3, 5)) == (0.0, 0.5, 0.0)
+    assert (slow.delay_at(2, 9), slow.delay_at(2, 10), slow.delay_at(3, 5)) == (0.0, 0.5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_a_gate_holds_a_group_at_a_step() -> None:
     ],
 )
 def test_equal_values_have_equal_hashes(value: object, same: object) -> None:
-    """Whatever the memory behind a tensor, the order of a dict, and whether a list came back as a tuple."""
+    """Whatever the memory layout of a tensor, the order of a dict, and whether a list became a tuple."""
     assert PRINTS.of(value) == PRINTS.of(same)
 
 
@@ -289,11 +291,11 @@ def test_equal_values_have_equal_hashes(value: object, same: object) -> None:
         ({"lr": 0.1}, {"lr": 0.2}),
     ],
 )
-def test_other_values_have_other_hashes(value: object, other: object) -> None:
+def test_different_values_have_different_hashes(value: object, other: object) -> None:
     assert PRINTS.of(value) != PRINTS.of(other)
 
 
-def test_names_are_those_of_variables_and_attributes() -> None:
+def test_objects_are_named_after_variables_and_attributes() -> None:
     class Trainer:
         def __init__(self) -> None:
             self.thing = object()
@@ -307,7 +309,7 @@ def test_names_are_those_of_variables_and_attributes() -> None:
     assert names[id(trainer)] == "trainer"
 
 
-def test_the_epoch_is_the_nearest_number_that_is_called_so() -> None:
+def test_the_epoch_is_the_nearest_integer_with_such_a_name() -> None:
     def inner() -> tuple[str, int] | None:
         epochs, steps_per_epoch, n_epoch_len = 10, 5, 3
         assert epochs * steps_per_epoch * n_epoch_len

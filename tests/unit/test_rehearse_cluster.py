@@ -1,4 +1,4 @@
-"""Which of a node's processes are ranks, as who breaks a cluster must know."""
+"""Detection of the rank processes of a node, in order to kill them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def order() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("is_handed_down", [True, False])
-def test_what_a_process_opens_meanwhile_makes_no_standby_a_rank(*, order: int, is_handed_down: bool) -> None:
-    """Nor does its end, at which it closes one file after another."""
+def test_a_standby_that_opens_files_is_no_rank(*, order: int, is_handed_down: bool) -> None:
+    """Nor is one that ends, and closes one file after another."""
     numbers = [order] if is_handed_down else []
     with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, pass_fds=numbers) as process:
         assert process.stdout

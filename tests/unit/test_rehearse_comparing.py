@@ -1,4 +1,4 @@
-"""What a rehearsal concludes from the records of two runs."""
+"""The comparison of the records of two runs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 
 from agent.rehearse.comparison import RunComparison, compare, compare_resized
-from agent.rehearse.records import LateObject, SeenObject, StepRecord
-from agent.rehearse.reference import Difference, Reference, find_ignored, find_unsteady
+from agent.rehearse.records import LatePart, ObjectRecord, StepRecord
+from agent.rehearse.reference import Difference, Reference, find_ignored, find_nondeterminism
 
 LOST = {
-    "opt": SeenObject("optimizer", "Adam", "opt", is_held=False, mark=""),
-    "sched": SeenObject("scheduler", "StepLR", "sched", is_held=False, mark=""),
-    "scaler": SeenObject("scaler", "GradScaler", "scaler", is_held=False, mark=""),
-    "noise": SeenObject("generator", "Generator", "noise", is_held=False, mark=""),
+    "opt": ObjectRecord("optimizer", "Adam", "opt", is_in_state=False, digest=""),
+    "sched": ObjectRecord("scheduler", "StepLR", "sched", is_in_state=False, digest=""),
+    "scaler": ObjectRecord("scaler", "GradScaler", "scaler", is_in_state=False, digest=""),
+    "noise": ObjectRecord("generator", "Generator", "noise", is_in_state=False, digest=""),
 }
 
 
-def seen(name: str, mark: str, *, is_held: bool = False) -> SeenObject:
+def seen(name: str, mark: str, *, is_in_state: bool = False) -> ObjectRecord:
     before = LOST[name]
-    return SeenObject(before.kind, before.type, before.name, is_held, mark)
+    return ObjectRecord(before.kind, before.type, before.name, is_in_state, mark)
 
 
 def line(number: int, rank: int = 0, count: int | None = None, **changes: Any) -> StepRecord:  # noqa: ANN401 - of any field
-    """A step of a script with epochs of ten steps, as it is when nothing disturbs it."""
+    """A step of an undisturbed script with epochs of ten steps."""
     usual: dict[str, Any] = {
         "count": count or number,
         "step": number,
@@ -48,7 +48,7 @@ REFERENCE = Reference({rank: [line(step, rank) for step in range(1, 41)] for ran
 
 
 def after_restart(first: int = 21, last: int = 30, **changes: Any) -> dict[int, list[StepRecord]]:  # noqa: ANN401 - same
-    """The lines of a restarted group; `changes` are of all of them."""
+    """The records of a restarted group, all of them with the same `changes`."""
     return {
         rank: [line(step, rank, count=step - first + 1, **changes) for step in range(first, last + 1)]
         for rank in (0, 1)
@@ -63,7 +63,7 @@ def kinds(found: RunComparison) -> list[str]:
     return [difference.kind for difference in found.differences]
 
 
-def test_equal_records_are_no_difference() -> None:
+def test_equal_records_show_no_difference() -> None:
     assert compared(after_restart()) == RunComparison(21, 30)
 
 
@@ -71,8 +71,8 @@ def test_equal_records_are_no_difference() -> None:
     ("name", "kind"),
     [("opt", "optimizer"), ("sched", "scheduler"), ("scaler", "scaler"), ("noise", "random state")],
 )
-def test_an_object_that_begins_with_another_state_is_the_cause_of_all_that_follows(name: str, kind: str) -> None:
-    """It is named alone, though weights, losses and inputs differ after it."""
+def test_an_object_that_begins_with_another_state_is_the_only_cause(name: str, kind: str) -> None:
+    """Weights, losses and inputs that differ later are consequences."""
     ranks = after_restart(weights="other", losses=[9.0], inputs=["other"])
     for lines in ranks.values():
         lines[0] = line(21, objects=[seen(each, f"{each} 21" if each != name else "new") for each in LOST])
@@ -80,16 +80,16 @@ def test_an_object_that_begins_with_another_state_is_the_cause_of_all_that_follo
     found = compare(REFERENCE, {0: ranks[0]}, 20, is_first_fault=True)
     assert kinds(found) == [kind]
     assert found.differences[0].step == 21
-    assert found.differences[0].seen == seen(name, "new")
+    assert found.differences[0].object == seen(name, "new")
     assert found.loss_from == 22
 
 
-def kept(kind: str, mark: str, *, is_old: bool = True) -> SeenObject:
-    return SeenObject(kind, "AveragedModel", "ema", is_held=False, mark=mark, is_old=is_old)
+def kept(kind: str, mark: str, *, is_persistent: bool = True) -> ObjectRecord:
+    return ObjectRecord(kind, "AveragedModel", "ema", is_in_state=False, digest=mark, is_persistent=is_persistent)
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "is_old", "is_named"),
+    ("kind", "changes", "is_persistent", "is_named"),
     [
         ("module", True, True, True),
         ("module", False, True, True),
@@ -98,17 +98,19 @@ def kept(kind: str, mark: str, *, is_old: bool = True) -> SeenObject:
         ("tensor", True, False, False),
     ],
 )
-def test_what_keeps_tensors_is_named(kind: str, changes: bool, is_old: bool, is_named: bool) -> None:  # noqa: FBT001 - a table
-    """A module in any case, a variable if the same tensors change in the undisturbed run."""
+def test_tensor_owners_are_compared(kind: str, changes: bool, is_persistent: bool, is_named: bool) -> None:  # noqa: FBT001 - a table
+    """A module always, a variable only if its tensors change in place in the undisturbed run."""
     steps = range(1, 31)
     marks = {step: str(step if changes else 0) for step in steps}
-    reference = Reference({0: [line(step, objects=[kept(kind, marks[step], is_old=is_old)]) for step in steps]})
+    reference = Reference(
+        {0: [line(step, objects=[kept(kind, marks[step], is_persistent=is_persistent)]) for step in steps]}
+    )
     found = compare(reference, {0: [line(21, objects=[kept(kind, "new")])]}, 20, is_first_fault=True)
     assert kinds(found) == ([kind] if is_named else [])
 
 
-def test_what_differs_between_undisturbed_runs_is_not_compared() -> None:
-    """As a module that counts seconds."""
+def test_modules_that_differ_between_undisturbed_runs_are_not_compared() -> None:
+    """Such as a module that counts seconds."""
     ranks = {0: [line(step, objects=[kept("module", f"{step}")]) for step in range(1, 31)]}
     again = {0: [line(1, objects=[kept("module", "other")])]}
     reference = Reference(ranks)
@@ -117,32 +119,34 @@ def test_what_differs_between_undisturbed_runs_is_not_compared() -> None:
     assert found.differences == ()
 
 
-@pytest.mark.parametrize("is_end", [True, False])
-def test_what_a_second_optimizer_was_given_is_compared_once_it_is_whole(is_end: bool) -> None:  # noqa: FBT001 - a table
-    reference = Reference({0: [line(step, late=LateObject([1.0], ["its own"], is_end=True)) for step in range(1, 31)]})
-    other = line(21, late=LateObject([2.0], ["others"], is_end=is_end))
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_inputs_for_a_second_optimizer_are_compared_once_the_step_is_complete(is_complete: bool) -> None:  # noqa: FBT001 - a table
+    reference = Reference(
+        {0: [line(step, late=LatePart([1.0], ["its own"], is_complete=True)) for step in range(1, 31)]}
+    )
+    other = line(21, late=LatePart([2.0], ["others"], is_complete=is_complete))
     found = compare(reference, {0: [other]}, 20, is_first_fault=True)
-    assert (kinds(found), found.loss_from) == ((["data position"], 21) if is_end else ([], None))
+    assert (kinds(found), found.loss_from) == ((["data position"], 21) if is_complete else ([], None))
 
 
-def test_what_state_holds_is_not_blamed_while_something_else_explains_it() -> None:
-    objects = [seen("opt", "new"), seen("sched", "new", is_held=True)]
+def test_objects_in_state_are_not_reported_if_another_cause_explains_the_difference() -> None:
+    objects = [seen("opt", "new"), seen("sched", "new", is_in_state=True)]
     assert kinds(compared(after_restart(objects=objects))) == ["optimizer"]
 
 
-def test_what_state_holds_is_told_if_nothing_else_explains_it() -> None:
-    assert kinds(compared(after_restart(objects=[seen("sched", "new", is_held=True)]))) == ["scheduler"]
+def test_objects_in_state_are_reported_if_no_other_cause_explains_the_difference() -> None:
+    assert kinds(compared(after_restart(objects=[seen("sched", "new", is_in_state=True)]))) == ["scheduler"]
 
 
 def test_samples_of_another_step_are_a_lost_data_position() -> None:
-    """The step whose samples came instead is told."""
+    """The step to which the samples belong is reported."""
     ranks = {0: [line(21, inputs=["inputs 11 0"], losses=[3.0], random={"torch": "others"})]}
     found = compared(ranks)
     assert found.differences == (Difference("data position", 21, detail="step 21 is given the samples of step 11"),)
     assert found.loss_from == 21
 
 
-def test_an_epoch_counted_anew_explains_the_data() -> None:
+def test_an_epoch_count_that_starts_again_explains_the_data() -> None:
     found = compared(after_restart(epoch=0, inputs=["others"]))
     assert kinds(found) == ["epoch"]
     assert "`epoch` is 0 at step 21, in the undisturbed run it is 2" in found.differences[0].detail
@@ -164,7 +168,7 @@ def test_running_averages_of_one_rank_belong_to_the_model() -> None:
     assert "running averages" in found.differences[0].detail
 
 
-def test_a_loss_that_nothing_explains_is_told_as_such() -> None:
+def test_a_loss_that_no_state_explains() -> None:
     ranks = {0: [line(21), line(22, losses=[5.0])]}
     assert compared(ranks) == RunComparison(21, 22, (Difference("loss", 22),), 22)
 
@@ -182,8 +186,8 @@ def test_more_than_two_ranks_are_exact_only_at_the_first_step() -> None:
 def test_two_undisturbed_runs_that_differ(changed: str, what: str) -> None:
     value: list[Any] = ["other"] if changed == "inputs" else [7.0]
     again = {0: [line(1), line(2, **{changed: value})]}
-    assert find_unsteady(REFERENCE, again) == Difference("not deterministic", 2, detail=what)
-    assert find_unsteady(REFERENCE, {0: [line(1), line(2)]}) is None
+    assert find_nondeterminism(REFERENCE, again) == Difference("not deterministic", 2, detail=what)
+    assert find_nondeterminism(REFERENCE, {0: [line(1), line(2)]}) is None
 
 
 STEADY = Reference({rank: [line(step, rank, random={}, objects=[]) for step in range(1, 41)] for rank in (0, 1)})
@@ -235,19 +239,19 @@ def test_a_scheduler_must_survive_a_resize() -> None:
 def test_a_batch_that_grows_with_the_world_is_not_compared_after_a_resize() -> None:
     found = compare_resized(STEADY, {0: [alone(21, rows=["one row"])]}, 20)
     assert found.differences == ()
-    assert found.not_compared == "a step takes 1 samples in this world, 8 in the other"
+    assert found.not_compared == "a step takes 1 samples with this world size and 8 with the other"
 
 
-def test_random_numbers_are_others_after_a_resize() -> None:
+def test_random_numbers_are_not_compared_after_a_resize() -> None:
     found = compare_resized(REFERENCE, {0: [alone(21, losses=[5.0])]}, 20)
     assert found.differences == ()
     assert "draws random numbers (noise, torch)" in found.not_compared
 
 
-def test_where_a_script_without_state_went_on_is_seen_by_its_weights() -> None:
+def test_a_script_without_state_resumed_where_its_weights_are_known() -> None:
     plain = Reference({0: [line(step, step=None, epoch=None) for step in range(1, 41)]})
     first = line(1, step=None, weights="weights 31")
-    assert plain.find_resumed(first, {}) == 30
-    assert plain.find_resumed(line(1, step=None, weights="weights 1"), {}) == 0
-    assert plain.find_resumed(line(1, step=None, weights="rounded"), {"rounded": 12}) == 12
-    assert plain.find_resumed(line(1, step=None, weights="unheard of"), {}) is None
+    assert plain.find_resumed_step(first, {}) == 30
+    assert plain.find_resumed_step(line(1, step=None, weights="weights 1"), {}) == 0
+    assert plain.find_resumed_step(line(1, step=None, weights="rounded"), {"rounded": 12}) == 12
+    assert plain.find_resumed_step(line(1, step=None, weights="unheard of"), {}) is None
