@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from agent.core.incident import RankStall, StallReport
 from agent.core.model import ExitReport, Failure, Group
 
-HEAR_OUT_S = 3.0
+REPORT_WITHIN_S = 3.0
 """Nodes look at their ranks about once a second."""
 
 _WORST = ("exited", "stopped", "disk", "sleeps", "runs", "waits")

@@ -62,11 +62,11 @@ class LocalWorkers:
     is_stuck: bool = False
     """A process of theirs is alive long after it was killed."""
     kill_at: float | None = None
-    told_handoff: int = 0
+    sent_handoff: int = 0
     """Number of the newest handoff request that was sent to them. 0: none."""
-    stood: ev.RanksQuiesced | None = None
+    quiesced: ev.RanksQuiesced | None = None
     """The newest handoff that they stopped for. None: none yet."""
-    stand_until: float = 0.0
+    quiesced_until: float = 0.0
     """When they train on, unless they get an answer before."""
     report: ExitReport | None = None
     """The exit report as it was first written, so that it is the same when it is written again."""
@@ -86,7 +86,7 @@ class LocalWorkers:
             return False
         return all(_is_consequence(e) for e in self.failures) or all(e.mistake for e in self.failures)
 
-    def absorb(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
+    def apply_event(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
         """Apply the end of a worker, or of all. Events about an older group are ignored."""
         if event.group != self.group:
             return self
@@ -101,12 +101,12 @@ class LocalWorkers:
             case ev.WorkersGone():
                 return replace(self, is_alive=False, kill_at=None, stuck_at=None, is_stuck=False)
 
-    def note_stood(self, event: ev.RanksQuiesced, until: float) -> LocalWorkers:
+    def note_quiesced(self, event: ev.RanksQuiesced, until: float) -> LocalWorkers:
         """Note that they stopped for a handoff, and, at the first event of that handoff, until when they wait."""
         if event.group != self.group:
             return self
-        is_first = self.stood is None or self.stood.number != event.number
-        return replace(self, stood=event, stand_until=until if is_first else self.stand_until)
+        is_first = self.quiesced is None or self.quiesced.number != event.number
+        return replace(self, quiesced=event, quiesced_until=until if is_first else self.quiesced_until)
 
 
 @dataclass(frozen=True)
@@ -214,15 +214,15 @@ def quiesced(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None
 
     Args: workers: of the group that is reported on. me: whose workers they are. now: monotonic, in seconds.
     """
-    stood, is_late = workers.stood, now >= workers.stand_until
-    if stood is None or not (stood.is_shared or is_late):
+    quiesced, is_late = workers.quiesced, now >= workers.quiesced_until
+    if quiesced is None or not (quiesced.is_shared or is_late):
         return None
     return Quiesced(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,
-        number=stood.number,
-        step=stood.step,
+        number=quiesced.number,
+        step=quiesced.step,
         is_late=is_late,
     )
 

@@ -12,7 +12,7 @@ from agent.core import incident_log, lineage, rank_order
 from agent.core.backoff import doubled_s
 from agent.core.budget import FailureCount, highest_step, tally
 from agent.core.effects import Refresh, RestoredRecords
-from agent.core.handoff import PlannedChange, precede
+from agent.core.handoff import PlannedChange, prepare_change
 from agent.core.incident import Incident
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
@@ -137,9 +137,9 @@ class Proposals:
         """Wait until the ranks of the group have stopped for a handoff. None: there is nothing (more) to wait for."""
         if self.must_begin(group):
             return None
-        match precede(group, change, self.view, self.seen.wish, self.policy, self.now):
-            case HandoffRequest() as wish:
-                return Plan(wish, change.reason)
+        match prepare_change(group, change, self.view, self.seen.handoff_progress, self.policy, self.now):
+            case HandoffRequest() as request:
+                return Plan(request, change.reason)
             case float() as until:
                 return Plan(None, f"{change.reason}; its ranks are to stop after a common step and save it", until)
             case None:
