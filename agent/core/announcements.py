@@ -65,7 +65,7 @@ def _np_announcements(state: AgentState, spec: Spec) -> list[str]:
 
 def _group_sentence(group: Group) -> str:
     if not group.members:
-        return f"group {group.number}: nobody trains; {group.reason}"
+        return f"group {group.number}: no node trains; {group.reason}"
     names = ", ".join(member.node_id for member in group.members)
     ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
     return f"group {group.number}: {ranks} on {names}; {group.reason}"

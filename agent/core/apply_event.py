@@ -87,7 +87,7 @@ def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_hist
     has_lost_data = cached_records.has_lost_data(state.cached, view)
     cached, status = cached_records.remember(state.cached, view), state.status
     observed = state.observed.note_group(cached.number if cached is not None else 0, now)
-    if observed is not state.observed:  # of the last group's too: who was lost with it may have failed first
+    if observed is not state.observed:  # also keep those of the last group, whose lost members may have failed first
         observed = observed.keep_clocks(tuple(each.group for each in (state.cached, cached) if each is not None))
     # An old backup may lack the newest statuses and nothing else. Otherwise forget once for each loss: what was written
     # again since is there.

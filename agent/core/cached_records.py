@@ -37,12 +37,12 @@ def remember(cached: CachedRecords | None, view: ClusterView) -> CachedRecords |
 
 def lost_data(view: ClusterView) -> CachedRecords | None:
     """The newest of the records that nodes have cached. None: etcd shows all of them (again)."""
-    told = [node.value.cached for node in view.nodes if node.value.cached is not None]
-    if not told:
+    published = [node.value.cached for node in view.nodes if node.value.cached is not None]
+    if not published:
         return None
-    last = max(told, key=lambda cached: cached.number)
-    told += _shown(view)  # a write that was under way may have landed in what an old backup brought back
-    same_run = [cached for cached in told if cached.spec.run == last.spec.run]
+    last = max(published, key=lambda cached: cached.number)
+    published += _shown(view)  # a write that was under way may have landed in what an old backup brought back
+    same_run = [cached for cached in published if cached.spec.run == last.spec.run]
     cached = CachedRecords(
         spec=max((cached.spec for cached in same_run), key=lambda spec: spec.revision),
         group=max(same_run, key=lambda cached: cached.number).group,

@@ -104,7 +104,7 @@ def _isolate(state: AgentState, now: float) -> AgentState:
 def _plan(state: AgentState, now: float) -> Plan | None:
     if not state.is_leader or state.view is None or not state.view.is_whole or state.view.result is not None:
         return None
-    if state.is_store_lost:  # who was there may be gone by now, and what is written may land all the same
+    if state.is_store_lost:  # nodes in the view may be gone, and a write may be applied without an answer
         return None
     return plan(state.view, state.seen, state.policy, now)
 
@@ -121,24 +121,24 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
     workers, effects = follow_group(state.workers, wanted, state.identity, cached.spec, now, patience)
     if workers is not state.workers:
         state = replace(state, workers=workers)
-    state, told = _send_to_workers(state)
-    return state, effects + told
+    state, sent = _send_to_workers(state)
+    return state, effects + sent
 
 
 def _send_to_workers(state: AgentState) -> tuple[AgentState, Effects]:
     """Send the running workers the restore point and the handoff request of their group, each once."""
-    workers, told = state.workers, list[fx.Effect]()
+    workers, sent = state.workers, list[fx.Effect]()
     if not workers.is_alive:
         return state, ()
     resume = state.cached.resume if state.cached is not None else None
     if resume is not None and resume.group == workers.group > state.sent_restore_point:
         state = replace(state, sent_restore_point=resume.group)
-        told.append(fx.SendRestorePoint(resume))
+        sent.append(fx.SendRestorePoint(resume))
     request = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
     if request is not None and request.group == workers.group and request.number > workers.sent_handoff:
         state = replace(state, workers=replace(workers, sent_handoff=request.number))
-        told.append(fx.RequestHandoff(request.group, request.number, request.in_memory))
-    return state, tuple(told)
+        sent.append(fx.RequestHandoff(request.group, request.number, request.in_memory))
+    return state, tuple(sent)
 
 
 def _grace_s(state: AgentState) -> float:
@@ -223,9 +223,9 @@ def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:
     if state.registered is None:
         return None
-    told = neighbours.report_suspicions(state.links, view, state.identity, has_had_link=state.has_had_link)
-    if told is not None or state.lease_until is None or now >= state.lease_until:
-        return told
+    change = neighbours.report_suspicions(state.links, view, state.identity, has_had_link=state.has_had_link)
+    if change is not None or state.lease_until is None or now >= state.lease_until:
+        return change
     return neighbours.evict(view, state.identity, is_leader=state.is_leader)
 
 
@@ -337,6 +337,6 @@ def _unsaved_steps(state: AgentState) -> str:
 def _why_not_saved(state: AgentState) -> str:
     """The reason, if the ranks got the signal that ended this agent, as systemd sends it to all processes of a unit."""
     workers = state.workers
-    if workers.is_told_to_end or not any(ended.signal == _SIGTERM for ended in workers.exits):
+    if workers.is_asked_to_end or not any(ended.signal == _SIGTERM for ended in workers.exits):
         return ""
     return ", and SIGTERM ended the ranks before they could save: signal the agent alone (systemd: KillMode=mixed)"

@@ -55,7 +55,7 @@ class LocalWorkers:
     """A process of theirs may be alive."""
     exits: tuple[ev.WorkerExited, ...] = ()
     """In the order in which they were seen."""
-    is_told_to_end: bool = False
+    is_asked_to_end: bool = False
     is_killed: bool = False
     stuck_at: float | None = None
     """When all killed processes should be gone. None: nothing was killed."""
@@ -154,7 +154,7 @@ def follow_group(
 
 def _ended(workers: LocalWorkers, wanted: Group) -> tuple[Failure, ...]:
     """How the workers of the group before the wanted one failed, without those that this agent ended."""
-    if workers.is_told_to_end or workers.group != wanted.number - 1:
+    if workers.is_asked_to_end or workers.group != wanted.number - 1:
         return ()
     return tuple(in_short(_failure(workers, each)) for each in workers.failures)
 
@@ -174,8 +174,8 @@ def _end(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
     kill_at = now + patience.grace_s if workers.kill_at is None else min(workers.kill_at, now + patience.grace_s)
     if now >= kill_at:
         return _kill(replace(workers, kill_at=None), now, patience)
-    told = replace(workers, is_told_to_end=True, kill_at=kill_at)
-    return told, () if workers.is_told_to_end else (fx.TerminateWorkers(workers.group),)
+    ending = replace(workers, is_asked_to_end=True, kill_at=kill_at)
+    return ending, () if workers.is_asked_to_end else (fx.TerminateWorkers(workers.group),)
 
 
 def _kill(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
@@ -214,15 +214,15 @@ def quiesced(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None
 
     Args: workers: of the group that is reported on. me: whose workers they are. now: monotonic, in seconds.
     """
-    quiesced, is_late = workers.quiesced, now >= workers.quiesced_until
-    if quiesced is None or not (quiesced.is_shared or is_late):
+    event, is_late = workers.quiesced, now >= workers.quiesced_until
+    if event is None or not (event.is_shared or is_late):
         return None
     return Quiesced(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,
-        number=quiesced.number,
-        step=quiesced.step,
+        number=event.number,
+        step=event.step,
         is_late=is_late,
     )
 

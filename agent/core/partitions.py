@@ -59,14 +59,14 @@ class PartitionView(Proposals):
         members = self.connected_members(group)
         if len(members) < required(self.spec, group):
             return planned
-        asked = f"{self.describe_left_out(group, members)}; waiting whether a lease ends"
+        asked = f"{self.describe_left_out(group, members)}; waiting for a lease to end"
         return self.wait_for_cause(asked, self.seen.partitioned_since or self.now) or members
 
     def describe_left_out(self, group: Group, members: tuple[Member, ...]) -> str:
         """Describe the members without which these continue. Empty: there are none."""
         going_on = {member.identity for member in members}
         out = [member for member in group.members if member.identity not in going_on]
-        return f"{names(out)} and the others do not hear each other" if out else ""
+        return f"{names(out)} and the others do not reach each other" if out else ""
 
     def wait_for_cause(self, asked: str, since: float) -> Plan | None:
         """Wait until the lease of a member that was lost at `since` has certainly ended, then read everything again."""

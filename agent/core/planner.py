@@ -69,7 +69,7 @@ def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> P
     if cached is not None:
         return _restore(cached, view, seen, policy, now)
     if view.spec is None:
-        return Plan(None, "etcd has lost the job; nobody here remembers it")
+        return Plan(None, "etcd has lost the job, and no node has it cached")
     planner = _Planner(_accuse(view, seen, now), view.spec.value, seen, policy, now)
     if planner.spec.stopped_by:
         return planner.stop()
@@ -118,7 +118,7 @@ def _restore(cached: CachedRecords, view: ClusterView, seen: Observations, polic
     """Restore what etcd has lost, once all agents have had time to publish their cached records."""
     until = (now if seen.data_lost_since is None else seen.data_lost_since) + policy.lease_ttl_s
     if now < until:
-        return Plan(None, "etcd has lost data; waiting for all members to say what they know", until)
+        return Plan(None, "etcd has lost data; waiting for all members to publish their cached records", until)
     group, restored = cached.group, RestoredRecords(cached.spec, cached.resume, cached.checkpoint)
     if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
         kept = begin_again(None, cached.spec.run) if group is None else group
@@ -268,7 +268,7 @@ class _Planner(PartitionView):
         suspected, is_partition_cause = silent_members(self.view), self.is_partition_cause(failure)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
         how = " of a broken connection" if failure.is_peer_lost else ""
-        asked, since = f"{what}{how}; is {names(awaited or group.members)} alive?", self._reported_since()
+        asked, since = f"{what}{how}; checking the lease of {names(awaited or group.members)}", self._reported_since()
         since = max(since, self.seen.partitioned_since or 0.0) if is_partition_cause else since
         has_cause = not awaited and not is_partition_cause
         waiting = self._wait_for_the_same(failure, silent) if has_cause else self.wait_for_cause(asked, since)
@@ -287,7 +287,7 @@ class _Planner(PartitionView):
         until = min(self._reported_since(), self.seen.group_since + EARLY_S) + self.policy.same_within_s
         if not failure.mistake or not silent or self.now >= until:
             return None
-        return Plan(None, f"{failure.mistake}; does that end {names(silent)}, too?", until)
+        return Plan(None, f"{failure.mistake}; waiting for the same error on {names(silent)}", until)
 
     def _resolve_partition(self, group: Group, planned: Plan) -> Plan:
         found = self.resolve(group, planned)
@@ -300,18 +300,18 @@ class _Planner(PartitionView):
         return min((each for each in since if each is not None), default=self.now)
 
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
-        told = self.tally(is_failure=is_failure)
+        failures = self.tally(is_failure=is_failure)
         found = first_failure(self.view.exits)
-        if is_failure and found is not None and told.is_mistake_again and self.policy.ends_at_mistakes:
+        if is_failure and found is not None and failures.is_mistake_again and self.policy.ends_at_mistakes:
             why = "every rank, twice in a row; --max_restarts=N tries N times"
             return self.finish(agent_exit_code(found[1]), f"{describe(*found)}, as did {why}")
-        if is_failure and found is not None and told.restarts > self.policy.max_restarts:
+        if is_failure and found is not None and failures.restarts > self.policy.max_restarts:
             code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
             spent = f"{count(self.policy.max_restarts, 'restart')} without progress"
             return self.finish(code, f"{describe(*found)}, after {spent}")
-        until = self.seen.group_since + back_off_s(told.unread or told.restarts)
+        until = self.seen.group_since + back_off_s(failures.unread or failures.restarts)
         if cause == "failed" and self.now < until:
-            why = "" if told.unread else f": {count(told.restarts, 'failure')} without progress"
+            why = "" if failures.unread else f": {count(failures.restarts, 'failure')} without progress"
             return Plan(None, f"{reason}{why}; trying again in a moment", until)
         members = self._remaining(group)
         if len(members) < required(self.spec, group):
@@ -325,9 +325,8 @@ class _Planner(PartitionView):
         preferred, if they are enough.
         """
         need, found = required(self.spec, group), first_failure(self.view.exits)
-        tries = (
-            [self.connected_members(group)] if self.is_partition_cause(found[1] if found is not None else None) else []
-        )
+        failure = found[1] if found is not None else None
+        tries = [self.connected_members(group)] if self.is_partition_cause(failure) else []
         tries.append(self.lineup(self.spec.np_max))
         enough = (members for members in tries if len(members) >= need)
         return next(enough, self.lineup(self.spec.np_max, is_picky=False))

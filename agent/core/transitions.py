@@ -79,7 +79,7 @@ def due_status(
         now: monotonic, in seconds.
     """
     group = view.group
-    if group is None or workers.is_told_to_end or not group.value.number == workers.group == observed.group:
+    if group is None or workers.is_asked_to_end or not group.value.number == workers.group == observed.group:
         return None
     if group.value.node_rank(me) is None:  # the workers are of an earlier incarnation
         return None

@@ -120,7 +120,7 @@ def suspect(one: Node, by: Node) -> Stored[Suspicion]:
 
 
 STILL = "made no step after step 3 for 6 s:"
-APART = "a and the others do not hear each other; waiting whether a lease ends"
+APART = "a and the others do not reach each other; waiting for a lease to end"
 
 
 def still(node: Node, rank: int, doing: str, stage: str = "suspicious") -> StallReport:
@@ -205,11 +205,11 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("rank 0 on a exited with code 1", view(SPEC, A, B, parts=(report(),))),
         case("rank 0 on a was killed by SIGKILL", view(SPEC, A, B, parts=(report(exit_code=None, signal=9),))),
         case(
-            "rank 0 on a exited with code 1 of a broken connection; is b alive?",
+            "rank 0 on a exited with code 1 of a broken connection; checking the lease of b",
             view(SPEC, A, B, parts=(report(is_peer_lost=True),)),
         ),
         case(
-            "rank 0 on a exited with code 1; is b alive?",
+            "rank 0 on a exited with code 1; checking the lease of b",
             view(SPEC, A, B, parts=(report(),), suspects=(suspect(B, A),)),
         ),
         case(
@@ -234,14 +234,14 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
             view(SPEC, A, B, parts=(still(A, 0, "waits"), still(B, 1, "sleeps"))),
         ),
         case("training on 2 nodes (np 2)", view(SPEC, A, B, parts=(still(A, 0, "waits", "over"),))),
-        # Members do not hear each other.
+        # Members do not reach each other.
         case(
             f"{APART}; rank 0 on a {STILL} it waits for others at t.py:3 in f, and so do all",
             view(ELASTIC, A, B, C, group=TRIO, suspects=CUT, parts=(STEPPED, still(A, 0, "waits"))),
         ),
         # Etcd has lost data, or was away.
         case(
-            "etcd has lost data; waiting for all members to say what they know",
+            "etcd has lost data; waiting for all members to publish their cached records",
             replace(view(SPEC, but(A, cached=CachedRecords(spec=SPEC, group=PAIR)), B, group=None), spec=None),
         ),
         case(
@@ -257,7 +257,7 @@ def test_a_plan_has_a_reason(sentence: str, shown: ClusterView, after_s: float, 
 
 
 def test_a_plan_without_the_job_or_after_an_outage_has_a_reason() -> None:
-    lost = "etcd has lost the job; nobody here remembers it"
+    lost = "etcd has lost the job, and no node has it cached"
     assert plan(ClusterView(1, is_whole=True), Observations(), POLICY, 0.0).reason == lost
     shown = view(SPEC, A)
     seen = replace(observe(Observations(), shown, 9.0), outage_ended_at=9.0)
@@ -287,7 +287,7 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
             replace(SETTLED, cached=CachedRecords(spec=SPEC, group=but(PAIR, members=(A.member,)))),
             ["group 1: 1 rank on a; test"],
         ),
-        (replace(SETTLED, cached=CachedRecords(spec=SPEC, group=WAIT)), ["group 1: nobody trains; lost x"]),
+        (replace(SETTLED, cached=CachedRecords(spec=SPEC, group=WAIT)), ["group 1: no node trains; lost x"]),
         (replace(SETTLED, trouble="no way"), ["a write was not answered: no way"]),
         (replace(SETTLED, announced_trouble="no way"), ["etcd takes writes again"]),
         (
@@ -423,4 +423,4 @@ def test_who_signals_the_ranks_as_well_is_told_what_that_has_cost() -> None:
     assert said.startswith(
         "; 9 steps up to step 9 given up: there is no checkpoint, and SIGTERM ended the ranks before"
     )
-    assert "SIGTERM" not in goes(workers=replace(workers, is_told_to_end=True)), "the agent did that itself"
+    assert "SIGTERM" not in goes(workers=replace(workers, is_asked_to_end=True)), "the agent did that itself"
