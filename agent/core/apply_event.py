@@ -178,7 +178,7 @@ def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
         return replace(state, leaving=Leaving(128 + signal, f"stopped by signal {signal}"))
     if state.drain_until is None:
         return ask_to_leave(state, now)
-    return replace(state, drain_until=now, leaving=replace(left(state), is_hurried=True))
+    return replace(state, drain_until=now, leaving=replace(leave_as_asked(state), is_hurried=True))
 
 
 def ask_to_leave(state: AgentState, now: float) -> AgentState:
@@ -186,7 +186,7 @@ def ask_to_leave(state: AgentState, now: float) -> AgentState:
     return replace(state, drain_until=now + state.policy.handoff_timeout_s + state.policy.lease_ttl_s)
 
 
-def left(state: AgentState) -> Leaving:
+def leave_as_asked(state: AgentState) -> Leaving:
     """The end of an agent that was asked to leave, by an operator of the job or by a signal."""
     is_drained = state.cached is not None and state.identity in state.cached.spec.drained
     return Leaving(0 if is_drained else state.policy.preempted_code, "left the job, as it was asked to")

@@ -27,8 +27,9 @@ from agent.core.messages import how_it_ended
 from agent.core.model import ExitReport, Failure, Group, Identity
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
-_PLAIN_WINDOWS = 60
-"""One hour by default. A rank that cannot reach the others fails after torch's time-outs of 10 or 30 minutes."""
+_WINDOWS_WITHOUT_STEPS = 60
+"""Windows of `progress_window_s` that a script without steps must run to make progress: one hour by default. A rank
+that cannot reach the others fails after torch's time-outs of 10 or 30 minutes."""
 EARLY_S = 120.0
 """Only this soon after the start of a group does an error in the script wait for the same error in other ranks. Later
 these would continue training meanwhile."""
@@ -40,7 +41,8 @@ EXIT_NO_RESTART = 93
 """A worker asks that the job ends without another try."""
 EXIT_RESTART = 101
 """A worker asks to be restarted."""
-_WITH_A_MEANING = frozenset({EXIT_USAGE, EXIT_STORE, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
+_AGENT_EXIT_CODES = frozenset({EXIT_USAGE, EXIT_STORE, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
+"""Exit codes that have a meaning of their own, so a failed job does not end with them by accident."""
 
 
 def highest_step(group: Group, reports: Sequence[ExitReport]) -> int:
@@ -114,7 +116,7 @@ def _after_progress(group: Group, reports: Sequence[ExitReport], plain_s: float,
     step_s = max((report.step_s for report in reports), default=0.0)
     # Without reports of the steps and their usual time, progress is counted once there are some.
     has_progressed = step_s > 0.0 and step - group.counted_from >= max(1, round(window_s / step_s))
-    if has_progressed or (step == 0 and plain_s >= _PLAIN_WINDOWS * window_s):
+    if has_progressed or (step == 0 and plain_s >= _WINDOWS_WITHOUT_STEPS * window_s):
         return FailureCount(counted_from=step, left_out=group.left_out)
     return FailureCount(
         restarts=group.restarts,
@@ -163,7 +165,7 @@ def agent_exit_code(failure: Failure) -> int:
     if failure.signal is not None:
         return 128 + failure.signal
     code = failure.exit_code or 1
-    return 1 if code in _WITH_A_MEANING else code
+    return 1 if code in _AGENT_EXIT_CODES else code
 
 
 _PEER_LOST = (

@@ -54,7 +54,7 @@ class HandoffProgress:
     """Number of the request. 0: none was seen."""
     count: int = 0
     """How many requests were seen in this group."""
-    since: float = 0.0
+    first_seen_at: float = 0.0
     """When this request was first seen."""
     fulfilled_since: float | None = None
     """When it was first seen to be fulfilled. None: it is not. -inf: at an unknown time, or too late."""
@@ -153,10 +153,9 @@ def prepare_change(
     if view.handoff is None or view.handoff.value.number < progress.number:
         return request_after(progress.number - 1)
     if progress.fulfilled_since is None:
-        until = progress.since + (policy.handoff_timeout_s if change.cause == "drain" else _TIMEOUT_S)
-        retry_at = (
-            progress.since + _RETRY_AFTER_S if committed is not None and committed.number >= progress.number else until
-        )
+        until = progress.first_seen_at + (policy.handoff_timeout_s if change.cause == "drain" else _TIMEOUT_S)
+        has_later = committed is not None and committed.number >= progress.number
+        retry_at = progress.first_seen_at + _RETRY_AFTER_S if has_later else until
         if now < min(until, retry_at):
             return min(until, retry_at)
         if now >= until:

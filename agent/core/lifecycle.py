@@ -21,7 +21,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, neighbours
 from agent.core.announcements import announce
-from agent.core.apply_event import apply_event, ask_to_leave, held_until, left, should_start_over
+from agent.core.apply_event import apply_event, ask_to_leave, held_until, leave_as_asked, should_start_over
 from agent.core.incident import Incident
 from agent.core.incident_log import stamp, sum_up
 from agent.core.local_workers import Patience, follow_group
@@ -86,7 +86,7 @@ def _leave_when_drained(state: AgentState, now: float) -> AgentState:
     if state.drain_until is None or state.leaving is not None:
         return state
     is_awaited = state.is_member and now < state.drain_until
-    return state if is_awaited else replace(state, leaving=left(state))
+    return state if is_awaited else replace(state, leaving=leave_as_asked(state))
 
 
 def _fence_at(state: AgentState) -> float | None:

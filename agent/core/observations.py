@@ -49,7 +49,7 @@ class Observations:
     """Since when there have been enough nodes for a larger group."""
     data_lost_since: float | None = None
     """Since when a node has published cached records, because etcd has lost data."""
-    ever: tuple[Identity, ...] = ()
+    ever_seen: tuple[Identity, ...] = ()
     """All nodes that were ever seen, in the order in which they were first seen."""
     outage_ended_at: float | None = None
     """When etcd was last seen again after an outage."""
@@ -94,7 +94,7 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
     return Observations(
         nodes=tuple((who, since.get(who, now)) for who in here),
         data_lost_since=(seen.data_lost_since or now) if has_lost else None,
-        ever=tuple(dict.fromkeys((*seen.ever, *here))),
+        ever_seen=tuple(dict.fromkeys((*seen.ever_seen, *here))),
         read_at=seen.read_at,
         group=number,
         group_since=now if is_new else seen.group_since,

@@ -243,7 +243,7 @@ class _Planner(PartitionView):
         """Whether a member that is missing right after an outage of etcd has time to return: a lease length, once."""
         until = self._returns_until()
         is_replaced = any(node.value.node_id == member.node_id for node in self.view.nodes)
-        return until is not None and self.now < until and member.identity not in self.seen.ever and not is_replaced
+        return until is not None and self.now < until and member.identity not in self.seen.ever_seen and not is_replaced
 
     def _returns_until(self) -> float | None:
         ended_at = self.seen.outage_ended_at

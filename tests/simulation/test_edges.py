@@ -13,7 +13,7 @@ from statuses import statuses
 from agent.core import cached_records, fence, lineage, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.apply_event import left
+from agent.core.apply_event import leave_as_asked
 from agent.core.budget import agent_exit_code, describe
 from agent.core.causes import with_late
 from agent.core.incident import Incident, Phases, Totals, TransitionReport, WorkerEnd
@@ -419,8 +419,8 @@ def test_an_agent_that_an_operator_drained_was_not_preempted() -> None:
     cluster = Cluster(0, np=(1, 1), policy=replace(POLICY, preempted_code=75))
     state = cluster.start("a").state
     drained = msgspec.structs.replace(SPEC, drained=(state.identity,))
-    assert left(replace(state, cached=CachedRecords(spec=drained, group=None))).code == 0
-    assert left(replace(state, cached=CachedRecords(spec=SPEC, group=None))).code == 75
+    assert leave_as_asked(replace(state, cached=CachedRecords(spec=drained, group=None))).code == 0
+    assert leave_as_asked(replace(state, cached=CachedRecords(spec=SPEC, group=None))).code == 75
 
 
 def test_a_copy_is_begun_from_only_if_all_of_it_is_held() -> None:
