@@ -19,7 +19,7 @@ _HOLDER_LEASES = 2.5
 """The lease, another one since a new etcd leader renews all leases, which is not visible, and the time to revoke it."""
 
 
-def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
+def apply_event(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
     state: AgentState, event: ev.Event, now: float
 ) -> AgentState:
     """Apply one event."""
@@ -44,9 +44,9 @@ def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
             return replace(state, port=port)
         case ev.RanksQuiesced():
             until = now + state.policy.handoff_wait_s
-            return replace(state, workers=state.workers.note_stood(event, until))
+            return replace(state, workers=state.workers.note_quiesced(event, until))
         case ev.WorkerExited() | ev.WorkersGone():
-            return replace(state, workers=state.workers.absorb(event, now))
+            return replace(state, workers=state.workers.apply_event(event, now))
         case ev.StopAsked(signal):
             return _on_stop_asked(state, signal, now)
         case ev.ClockCompared() | ev.RanksStarted() | ev.StepTimeChanged() | ev.RanksStalled():
@@ -79,24 +79,24 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     if not should_start_over(state, view):
         state = _remember(state, view, now, is_other_history=is_older or is_back)
     if view.result is not None and state.leaving is None and not should_start_over(state, view):
-        return replace(state, leaving=_farewell(state, view.result.value))
+        return replace(state, leaving=_leave_ended_job(state, view.result.value))
     return state
 
 
 def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_history: bool) -> AgentState:
-    has_lost_data = cached_records.has_lost_data(state.known, view)
-    known, status = cached_records.remember(state.known, view), state.status
-    observed = state.observed.note_group(known.number if known is not None else 0, now)
-    if observed is not state.observed:  # of the last group's too: who was lost with it may have failed first
-        observed = observed.keep_clocks(tuple(each.group for each in (state.known, known) if each is not None))
+    has_lost_data = cached_records.has_lost_data(state.cached, view)
+    cached, status = cached_records.remember(state.cached, view), state.status
+    observed = state.observed.note_group(cached.number if cached is not None else 0, now)
+    if observed is not state.observed:  # also keep those of the last group, whose lost members may have failed first
+        observed = observed.keep_clocks(tuple(each.group for each in (state.cached, cached) if each is not None))
     # An old backup may lack the newest statuses and nothing else. Otherwise forget once for each loss: what was written
     # again since is there.
     if is_other_history or (has_lost_data and not state.has_lost_data):
         status = WrittenStatus()
-    return replace(state, known=known, has_lost_data=has_lost_data, status=status, observed=observed)
+    return replace(state, cached=cached, has_lost_data=has_lost_data, status=status, observed=observed)
 
 
-def _farewell(state: AgentState, result: Result) -> Leaving:
+def _leave_ended_job(state: AgentState, result: Result) -> Leaving:
     how = result.state
     sentence = f"job {state.me.job_id} {how}: {result.reason}"
     if result.summary:
@@ -178,7 +178,7 @@ def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
         return replace(state, leaving=Leaving(128 + signal, f"stopped by signal {signal}"))
     if state.drain_until is None:
         return ask_to_leave(state, now)
-    return replace(state, drain_until=now, leaving=replace(left(state), is_hurried=True))
+    return replace(state, drain_until=now, leaving=replace(leave_as_asked(state), is_hurried=True))
 
 
 def ask_to_leave(state: AgentState, now: float) -> AgentState:
@@ -186,14 +186,14 @@ def ask_to_leave(state: AgentState, now: float) -> AgentState:
     return replace(state, drain_until=now + state.policy.handoff_timeout_s + state.policy.lease_ttl_s)
 
 
-def left(state: AgentState) -> Leaving:
+def leave_as_asked(state: AgentState) -> Leaving:
     """The end of an agent that was asked to leave, by an operator of the job or by a signal."""
-    is_drained = state.known is not None and state.identity in state.known.spec.drained
+    is_drained = state.cached is not None and state.identity in state.cached.spec.drained
     return Leaving(0 if is_drained else state.policy.preempted_code, "left the job, as it was asked to")
 
 
 def should_start_over(state: AgentState, view: ClusterView) -> bool:
     """Whether this agent is to start a finished job over."""
-    if view.result is None or state.known is not None:
+    if view.result is None or state.cached is not None:
         return False
     return state.me.fresh or view.result.value.is_reset

@@ -1,16 +1,19 @@
-"""The restart budget, and what a failed job's agents exit with.
+"""The restart budget, and the exit codes of the agents of a failed job.
 
-The budget is the job's, not an agent's: a count in the group record, changed only by the write that makes the
-next group, so once per group and equal for all. A worker failure costs one, a change of the members none. It is
-refilled by progress, which is looked at when workers fail: by so many new steps since the last refill as
-`progress_window_s` of training makes, at least one; they are too few as long as nobody knows what a step takes. Steps
-that are done again are not new, so a script which fails again and again at one place ends, and a long job survives any
-number of faults. Scripts that commit no steps, and only these, make progress by running for sixty windows until they
-fail or stand still. A worker that asks for its restart (code 101) pays for it unless it took a new step. A checkpoint
-that cannot be read costs nothing, and is tried again without end.
+The budget belongs to the job, not to an agent: it is a count in the group record, and only the write of the next group
+changes it. So a failure is charged once per group, and all agents see the same count. A worker failure costs one
+restart, a change of the members none.
 
-Unless the user has chosen a budget, a mistake in the script itself (`find_mistake` in `agent/workers/last_error.py`)
-that ends every rank of two groups in a row, before anything is trained, ends the job: it would end every other try.
+Progress resets the count. It is evaluated when workers fail. Progress is as many new steps since the last reset as
+usually take `progress_window_s`, at least one. While the usual time of a step is not known, no number of steps is
+enough. Replayed steps are not new. So a script that always fails at the same place ends, while a long job survives any
+number of faults. A script that commits no steps makes progress by running for sixty windows until it fails or hangs. A
+worker that asks for a restart (exit code 101) is charged for it unless it made a new step. A checkpoint that cannot be
+read costs nothing and is tried again without limit.
+
+An error in the script itself (`find_mistake` in `agent/workers/last_error.py`) that ends every rank of two groups in a
+row before any step was made ends the job, because it would end every further try. This rule does not apply if the user
+has chosen a budget.
 """
 
 from __future__ import annotations
@@ -24,17 +27,22 @@ from agent.core.messages import how_it_ended
 from agent.core.model import ExitReport, Failure, Group, Identity
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
-_PLAIN_WINDOWS = 60
-"""An hour by default: whoever cannot reach the other ranks fails after 10 or 30 minutes, torch's time-outs."""
+_WINDOWS_WITHOUT_STEPS = 60
+"""Windows of `progress_window_s` that a script without steps must run to make progress: one hour by default. A rank
+that cannot reach the others fails after torch's time-outs of 10 or 30 minutes."""
 EARLY_S = 120.0
-"""Only so soon after a group has begun does a mistake in the script wait for others to make the same: later they would
-train on meanwhile."""
+"""Only this soon after the start of a group does an error in the script wait for the same error in other ranks. Later
+these would continue training meanwhile."""
 _BACK_OFF_S = 0.5
+"""Delay before the second restart."""
 _BACK_OFF_MAX_S = 30.0
 
 EXIT_NO_RESTART = 93
+"""A worker asks that the job ends without another try."""
 EXIT_RESTART = 101
-_WITH_A_MEANING = frozenset({EXIT_USAGE, EXIT_STORE, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
+"""A worker asks to be restarted."""
+_AGENT_EXIT_CODES = frozenset({EXIT_USAGE, EXIT_STORE, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
+"""Exit codes that have a meaning of their own, so a failed job does not end with them by accident."""
 
 
 def highest_step(group: Group, reports: Sequence[ExitReport]) -> int:
@@ -44,7 +52,7 @@ def highest_step(group: Group, reports: Sequence[ExitReport]) -> int:
 
 @dataclass(frozen=True)
 class FailureCount:
-    """What a group record keeps of earlier failures. Progress resets all of it except `left_out`."""
+    """The fields of a group record about earlier failures (see `Group`). Progress resets all except `left_out`."""
 
     restarts: int = 0
     counted_from: int = 0
@@ -55,24 +63,24 @@ class FailureCount:
     unread: int = 0
     mistake: str = ""
     is_mistake_again: bool = False
-    """It is the one of the group before, and nothing was done in between. Not in the record."""
+    """It also ended the previous group, without progress in between. Not in the record."""
 
 
 def tally(
     group: Group, reports: Sequence[ExitReport], plain_s: float, window_s: float, *, is_failure: bool
 ) -> FailureCount:
-    """What is remembered once this group has ended.
+    """Return the failure count after this group has ended.
 
-    A node whose workers fail for the second time in a row, while no other's do, comes last in the groups that follow,
-    so that a spare takes its place; one that cannot read the checkpoint at once, so that another tries. If both times
-    it was before a first step, as where a mount or a module is missing, it is left out.
+    A node whose workers alone fail for the second time in a row comes last in the groups that follow, so that a spare
+    takes its place. A node that cannot read the checkpoint comes last at once, so that another node tries. If both
+    failures were before a first step, as on a node without a mount or a module, the node is left out.
 
     Args:
-        group: that has ended.
-        reports: of its members.
-        plain_s: how long it ran, in seconds, if its script commits nothing.
-        window_s: so much training refills the budget, in seconds.
-        is_failure: whether it ended by a failure that counts.
+        group: the group that has ended.
+        reports: exit reports of its members.
+        plain_s: how long it ran, in seconds, if its script commits no steps.
+        window_s: `progress_window_s`.
+        is_failure: whether it ended by a failure that is charged.
     """
     before = _after_progress(group, reports, plain_s, window_s)
     if all(report.failure is None for report in reports):
@@ -97,7 +105,7 @@ def tally(
 
 
 def _shared_mistake(group: Group, reports: Sequence[ExitReport]) -> str:
-    """The mistake in the script that has ended every rank of the group, before anything was trained."""
+    """The error in the script that ended every rank of the group before any step was made. Empty: there is none."""
     found = {report.failure.mistake if report.failure is not None else "" for report in reports}
     is_whole = len(reports) == len(group.members) and highest_step(group, reports) == 0
     return found.pop() if is_whole and len(found) == 1 else ""
@@ -106,9 +114,9 @@ def _shared_mistake(group: Group, reports: Sequence[ExitReport]) -> str:
 def _after_progress(group: Group, reports: Sequence[ExitReport], plain_s: float, window_s: float) -> FailureCount:
     step = highest_step(group, reports)
     step_s = max((report.step_s for report in reports), default=0.0)
-    # Where nobody says how far they came, and how fast, it is counted when somebody does.
+    # Without reports of the steps and their usual time, progress is counted once there are some.
     has_progressed = step_s > 0.0 and step - group.counted_from >= max(1, round(window_s / step_s))
-    if has_progressed or (step == 0 and plain_s >= _PLAIN_WINDOWS * window_s):
+    if has_progressed or (step == 0 and plain_s >= _WINDOWS_WITHOUT_STEPS * window_s):
         return FailureCount(counted_from=step, left_out=group.left_out)
     return FailureCount(
         restarts=group.restarts,
@@ -123,41 +131,41 @@ def _after_progress(group: Group, reports: Sequence[ExitReport], plain_s: float,
 
 
 def counts(group: Group, reports: Sequence[ExitReport], failure: Failure) -> bool:
-    """Whether a failure that ends a group costs a restart: one that was asked for does not, after a new step."""
+    """Whether the failure that ended a group is charged. A restart that a worker asked for is not, after a new step."""
     return failure.exit_code != EXIT_RESTART or highest_step(group, reports) <= group.step
 
 
 def _failed_alone(reports: Sequence[ExitReport]) -> str:
-    """The node whose own workers failed, if no other's did."""
+    """Id of the node whose own workers failed. Empty: there is none, or several."""
     own = {report.node_id for report in reports if report.failure is not None and is_own(report.failure)}
     return own.pop() if len(own) == 1 else ""
 
 
 def _cannot_read(reports: Sequence[ExitReport]) -> str:
-    """The node that could not read the checkpoint, if that is what the group ended of."""
+    """Id of the node that could not read the checkpoint, if that was the first failure. Otherwise empty."""
     found = first_failure(reports)
     return found[0].node_id if found is not None and found[1].unreadable else ""
 
 
 def is_own(failure: Failure) -> bool:
-    """Whether it is the worker that failed: not its peer, its port, or the disk that it reads from."""
+    """Whether the worker itself failed, and not its peer, the master port, or the storage of the checkpoint."""
     return not (failure.is_peer_lost or failure.is_port_taken or failure.unreadable)
 
 
 def back_off_s(used: int) -> float:
-    """How long after the last one began a group may begin, by what the budget was used for: at once after the first.
+    """The least time between the starts of two groups. `used`: restarts since the last progress. 0 after the first.
 
-    What fails again and again may only need time: a file system that is away, a device that is still held.
+    A repeated failure may only need time: a file system may be away, or a device may still be held.
     """
     return 0.0 if used <= 1 else doubled_s(_BACK_OFF_S, used - 2, _BACK_OFF_MAX_S)
 
 
 def agent_exit_code(failure: Failure) -> int:
-    """The worker's own code, 128 + signal, or 1 if its code has a meaning of its own among agents' codes."""
+    """The exit code of the worker, or 128 + signal. 1 if the code has another meaning as an exit code of an agent."""
     if failure.signal is not None:
         return 128 + failure.signal
     code = failure.exit_code or 1
-    return 1 if code in _WITH_A_MEANING else code
+    return 1 if code in _AGENT_EXIT_CODES else code
 
 
 _PEER_LOST = (
@@ -175,15 +183,15 @@ _PEER_LOST = (
 
 
 def is_port_taken(stderr_tail: str, port: int) -> bool:
-    """Whether rank 0 says that the master's port, which was free when it was chosen, has been taken since (torch)."""
+    """Whether torch reports in this output of rank 0 that the master port was taken after it had been chosen."""
     return "EADDRINUSE" in stderr_tail and f"port: {port}," in stderr_tail
 
 
 def is_peer_lost(stderr_tail: str) -> bool:
-    """Whether a worker says that it died because another rank did (in the words of gloo, NCCL, TCPStore, or ours)."""
+    """Whether this output says that a connection to another rank broke: messages of gloo, NCCL, TCPStore, or ours."""
     return any(phrase in stderr_tail for phrase in _PEER_LOST)
 
 
 def describe(report: ExitReport, failure: Failure) -> str:
-    """The failure in a few words: `rank 1 on node-b was killed by SIGKILL`."""
+    """Describe the failure: `rank 1 on node-b was killed by SIGKILL`."""
     return how_it_ended(report.node_id, failure)

@@ -17,41 +17,41 @@ from agent.core.model import CachedRecords, Checkpoint, ClusterView, Group, Reco
 R = TypeVar("R", bound=Record)
 
 
-def has_lost_data(known: CachedRecords | None, view: ClusterView) -> bool:
+def has_lost_data(cached: CachedRecords | None, view: ClusterView) -> bool:
     """Whether etcd shows less than was seen before. After a fresh start the group number is higher, so not then."""
-    if known is None:
+    if cached is None:
         return False
-    if view.spec is None or _number(view.group) < known.number:
+    if view.spec is None or _number(view.group) < cached.number:
         return True
-    if view.spec.value.run != known.spec.run:
+    if view.spec.value.run != cached.spec.run:
         return False
     shown = (view.spec.value.revision, _resume_number(_value(view.resume)), _count(_value(view.checkpoint)))
-    return any(a < b for a, b in zip(shown, _rank(known), strict=True))
+    return any(a < b for a, b in zip(shown, _rank(cached), strict=True))
 
 
-def remember(known: CachedRecords | None, view: ClusterView) -> CachedRecords | None:
+def remember(cached: CachedRecords | None, view: ClusterView) -> CachedRecords | None:
     """The cached records after this view."""
     shown = _shown(view)
-    return known if not shown or has_lost_data(known, view) else shown[0]
+    return cached if not shown or has_lost_data(cached, view) else shown[0]
 
 
 def lost_data(view: ClusterView) -> CachedRecords | None:
     """The newest of the records that nodes have cached. None: etcd shows all of them (again)."""
-    told = [node.value.known for node in view.nodes if node.value.known is not None]
-    if not told:
+    published = [node.value.cached for node in view.nodes if node.value.cached is not None]
+    if not published:
         return None
-    last = max(told, key=lambda known: known.number)
-    told += _shown(view)  # a write that was under way may have landed in what an old backup brought back
-    same_run = [known for known in told if known.spec.run == last.spec.run]
-    known = CachedRecords(
-        spec=max((known.spec for known in same_run), key=lambda spec: spec.revision),
-        group=max(same_run, key=lambda known: known.number).group,
-        resume=_newest((known.resume for known in same_run), _resume_number),
-        checkpoint=_newest((known.checkpoint for known in same_run), _count),
+    last = max(published, key=lambda cached: cached.number)
+    published += _shown(view)  # a write that was under way may have landed in what an old backup brought back
+    same_run = [cached for cached in published if cached.spec.run == last.spec.run]
+    cached = CachedRecords(
+        spec=max((cached.spec for cached in same_run), key=lambda spec: spec.revision),
+        group=max(same_run, key=lambda cached: cached.number).group,
+        resume=_newest((cached.resume for cached in same_run), _resume_number),
+        checkpoint=_newest((cached.checkpoint for cached in same_run), _count),
     )
     # Nodes publish their records for a moment after these were restored: to restore again could change a record under
     # its number.
-    return known if has_lost_data(known, view) else None
+    return cached if has_lost_data(cached, view) else None
 
 
 def _shown(view: ClusterView) -> list[CachedRecords]:
@@ -70,8 +70,8 @@ def _shown(view: ClusterView) -> list[CachedRecords]:
     return [shown]
 
 
-def _rank(known: CachedRecords) -> tuple[int, int, int]:
-    return known.spec.revision, _resume_number(known.resume), _count(known.checkpoint)
+def _rank(cached: CachedRecords) -> tuple[int, int, int]:
+    return cached.spec.revision, _resume_number(cached.resume), _count(cached.checkpoint)
 
 
 def _number(group: Stored[Group] | None) -> int:

@@ -180,7 +180,7 @@ class HealthChecked:
 class StandbyChanged:
     """The standby processes of this node have changed."""
 
-    told: str
+    summary: str
     """Which standby processes it has, or why it has none."""
     is_warming: bool
     """Standby processes are being prepared. This always ends, whether or not the preparation succeeds."""

@@ -1,9 +1,10 @@
-"""The fence: whether a checkpoint that a local worker has written counts.
+"""The fence: whether a checkpoint that a local worker has written is committed.
 
-A worker writes its files under a private name and asks. Its agent then commits the `checkpoint` record, in one
-transaction that compares the group and the last commit with what the decision rested on: a node that was cut off, or
-slept, cannot commit into a history that has gone on without it. An unanswered transaction is neither yes nor no: it is
-sent again, with the same compares, until the view shows either our own record or one that makes it impossible.
+A worker writes its files under a private name and asks its agent to commit them. The agent writes the `checkpoint`
+record in one transaction, which compares the group and the last commit with those that the decision was based on. So a
+node that was cut off or suspended cannot commit into a history that has continued without it. A transaction without an
+answer is neither accepted nor refused: it is sent again with the same compares, until the view shows either this record
+or one that makes the commit impossible.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ Settled = fx.AnswerPublish | fx.WriteCheckpoint | fx.Refresh | None
 
 
 def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool = False) -> Settled:
-    """The verdict, if it is certain; else what brings it about; None: it is not known yet.
+    """Return the answer to the worker if it is certain, otherwise the effect that leads to it. None: wait.
 
-    Every record in a view may be older than it is by now, but never newer, and none goes back. So what makes a commit
-    impossible in this view makes it impossible for good, and a write that rests on an old record is refused. But it
-    may have landed just before: a newer group means no only in a view that is complete up to that group.
+    A record in a view may be older than the one in etcd, but never newer, and records never go back. So if this view
+    makes the commit impossible, it stays impossible, and a write that is based on an old record is refused. But our
+    write may have been applied just before. So a newer group is a refusal only in a view that is complete up to that
+    group.
 
-    Ranks that stopped for a handoff do not wait for ever: `is_late` says that they have trained on by now.
+    Args:
+        asked: the request of the worker.
+        view: the newest view.
+        run: the run of the job.
+        is_late: ranks that stopped for a handoff have not got an answer in time, so they train again by now.
     """
     group, resume = view.group, view.resume
     if group is None or resume is None or group.value.number < asked.group:

@@ -1,21 +1,26 @@
-"""What comes before a planned change: the wish that all ranks stop after one and the same step, and save it.
+"""Handoffs: before a planned change, all ranks stop after the same step and save it.
 
-The leader wishes; the ranks settle among themselves where they stop. What fulfils the wish is a checkpoint that rank 0
-publishes with its number. Where all that the ranks have stays in the memory of agents that go on, a snapshot is enough:
-then each member says that its ranks stand still. The answer to them is the next group. Until then nothing is held up:
-ranks that get no answer within `handoff_wait_s` train on, and the wish is over. So what the leader sees of one has a
-time:
+The leader writes a handoff request. The ranks agree among themselves on the step. The request is fulfilled by a
+checkpoint that rank 0 publishes with the number of the request. A snapshot is enough if all parts of it stay in the
+memory of agents that continue; then the request is fulfilled when each member has reported that its ranks are quiesced.
+The answer to the ranks is the next group. Ranks that get no answer within `handoff_wait_s` continue training, and the
+request has expired. So the leader notes when a request was fulfilled, and decides by the state of the newest one:
 
-- no wish yet, or it was lost with etcd's data, or written over by an older one that landed late: wish (again);
-- wished for: wait, for a drain `handoff_timeout_s`, else `_PATIENCE_S`; then change in the plain way. Ranks that could
-  not save do not say so: if later checkpoints are committed and that one is not, wish anew after `_ANEW_S`;
-- fulfilled a moment ago: all ranks stand still. Change now, and nothing is lost;
-- fulfilled longer ago, or at an unknown time: they have trained on. Wish anew; after `_WISHES` in the plain way;
-- fulfilled in memory, which the change that is due by now would not leave enough of: wish for a checkpoint.
+- There is no request, it was lost with etcd's data, or an older request that landed late has replaced it: write it
+  (again).
+- It is not fulfilled: wait, for `handoff_timeout_s` before a drain, otherwise for `_TIMEOUT_S`; then make the change
+  without a handoff. Ranks that failed to save do not report it. So if later checkpoints are committed and the requested
+  one is not, write another request after `_RETRY_AFTER_S`.
+- It was fulfilled within `handoff_wait_s`: all ranks are quiesced. Make the change now; no step is lost.
+- It was fulfilled earlier, or at an unknown time: assume that the ranks train again. Write another request; after
+  `_MAX_REQUESTS` requests, make the change without a handoff.
+- It was fulfilled in memory, but too few of the agents that hold the snapshot remain after the change that is now
+  planned: request a checkpoint.
 
-Only the first wish in a group may be fulfilled in memory: what kept that from coming about may last.
+Only the first request in a group may be fulfilled in memory, because the reason why it failed may persist.
 
-Only ranks that asked where to begin can be handed off, and only once they were told: before that nothing is lost.
+A group can be handed off once its rank 0 has asked for the restore point, and after the restore point was written.
+Before that there are no steps to lose.
 """
 
 from __future__ import annotations
@@ -31,54 +36,60 @@ if TYPE_CHECKING:
 
     from agent.core.model import Cause, Checkpoint, ClusterView, Group, Member, Policy, Quiesced
 
-_PATIENCE_S = 600.0
-_ANEW_S = 120.0
-_WISHES = 3
+_TIMEOUT_S = 600.0
+"""How long a planned change other than a drain waits for a request to be fulfilled."""
+_RETRY_AFTER_S = 120.0
+"""Time after which a request is repeated whose checkpoint was not committed, although later ones were."""
+_MAX_REQUESTS = 3
+"""Requests in one group before a change is made without a handoff."""
 _LONG_AGO = float("-inf")
+"""`HandoffProgress.fulfilled_since` of a request whose ranks train again."""
 
 
 @dataclass(frozen=True)
 class HandoffProgress:
-    """The newest wish of this group, and when its leader saw what became of it."""
+    """The newest handoff request of this group, and when the leader saw that it was fulfilled."""
 
     number: int = 0
-    """0: none was seen."""
+    """Number of the request. 0: none was seen."""
     count: int = 0
-    """Of the wishes in this group."""
-    since: float = 0.0
+    """How many requests were seen in this group."""
+    first_seen_at: float = 0.0
+    """When this request was first seen."""
     fulfilled_since: float | None = None
+    """When it was first seen to be fulfilled. None: it is not. -inf: at an unknown time, or too late."""
     is_in_memory: bool = False
-    """By what the members hold in memory, and no checkpoint."""
+    """It was fulfilled by snapshots that the members hold in memory, not by a checkpoint."""
 
 
-def note(wish: HandoffProgress, view: ClusterView, now: float, *, is_back: bool) -> HandoffProgress:
-    """Note what a view shows of the wish.
+def note(progress: HandoffProgress, view: ClusterView, now: float, *, is_back: bool) -> HandoffProgress:
+    """Return the progress of the newest handoff request after this view.
 
     Args:
-        wish: what was noted before in this group.
-        view: what is seen now.
+        progress: the progress before this view, in the same group.
+        view: the new view.
         now: monotonic, in seconds.
-        is_back: nothing was seen for a while before this view: what is new in it may have happened at any time.
+        is_back: there was no view for a while before this one, so its changes may have happened at any time since.
     """
     shown = view.handoff.value.number if view.handoff is not None else 0
-    if shown > wish.number:
-        wish = HandoffProgress(shown, wish.count + 1, now)
-    if not wish.number or wish.fulfilled_since is not None:
-        return wish
-    if not is_fulfilled(wish.number, view):
+    if shown > progress.number:
+        progress = HandoffProgress(shown, progress.count + 1, now)
+    if not progress.number or progress.fulfilled_since is not None:
+        return progress
+    if not is_fulfilled(progress.number, view):
         committed = view.checkpoint.value.number if view.checkpoint is not None else 0
-        is_past = is_back and committed >= wish.number  # by its own, perhaps, and another since
-        return replace(wish, fulfilled_since=_LONG_AGO) if is_past else wish
-    saved = _saved(wish.number, view)
-    is_late = any(each.is_late for each in _stood(wish.number, view)) if saved is None else saved.is_late
-    return replace(wish, fulfilled_since=_LONG_AGO if is_back or is_late else now, is_in_memory=saved is None)
+        is_past = is_back and committed >= progress.number  # perhaps its own checkpoint was committed, and then another
+        return replace(progress, fulfilled_since=_LONG_AGO) if is_past else progress
+    saved = _saved(progress.number, view)
+    is_late = any(each.is_late for each in _quiesced(progress.number, view)) if saved is None else saved.is_late
+    return replace(progress, fulfilled_since=_LONG_AGO if is_back or is_late else now, is_in_memory=saved is None)
 
 
 def is_fulfilled(number: int, view: ClusterView) -> bool:
-    """Whether the current group's wish of this number has been met, by a checkpoint or by all of its members."""
+    """Whether the request of this number in the current group is fulfilled, by a checkpoint or by all members."""
     if _saved(number, view) is not None:
         return True
-    return view.group is not None and len(_stood(number, view)) == len(view.group.value.members)
+    return view.group is not None and len(_quiesced(number, view)) == len(view.group.value.members)
 
 
 def _saved(number: int, view: ClusterView) -> Checkpoint | None:
@@ -86,19 +97,19 @@ def _saved(number: int, view: ClusterView) -> Checkpoint | None:
     return committed if committed is not None and committed.handoff >= number else None
 
 
-def _stood(number: int, view: ClusterView) -> list[Quiesced]:
+def _quiesced(number: int, view: ClusterView) -> list[Quiesced]:
     return [each for each in view.quiesced if each.number == number]
 
 
 def can_hand_off(group: Group, view: ClusterView) -> bool:
-    """Whether the group's script commits: its rank 0 asked where to begin."""
+    """Whether the script of the group commits steps, which it shows when rank 0 asks for the restore point."""
     first = group.members[0].identity
     return any(node.value.member.identity == first and node.value.resumed == group.number for node in view.nodes)
 
 
-def stand_still(wish: HandoffProgress, policy: Policy, now: float) -> bool:
-    """Whether all ranks wait for the next group at this moment."""
-    return wish.fulfilled_since is not None and now < wish.fulfilled_since + policy.handoff_wait_s
+def are_ranks_quiesced(progress: HandoffProgress, policy: Policy, now: float) -> bool:
+    """Whether all ranks are stopped now and wait for the next group."""
+    return progress.fulfilled_since is not None and now < progress.fulfilled_since + policy.handoff_wait_s
 
 
 @dataclass(frozen=True)
@@ -108,41 +119,47 @@ class PlannedChange:
     cause: Cause
     reason: str
     members: Sequence[Member]
-    """Who is to go on; nobody, if the group just ends."""
+    """The members that continue. Empty: the group only ends."""
 
     def keeps_memory(self, group: Group) -> bool:
-        """Whether no agent ends with it, and those who go on hold all that the group has in memory.
+        """Whether no agent ends with the change, and the remaining members hold all parts of the group's snapshots.
 
-        Which is what is common, their own ranks' parts, and those of their neighbours.
+        Each member holds the common part, the parts of its own ranks, and those of its neighbours.
         """
         stays = {member.identity for member in self.members}
         return self.cause != "drain" and all(
-            stays & {who.identity for who in (member, *neighbours(group, member.identity))} for member in group.members
+            stays & {each.identity for each in (member, *neighbours(group, member.identity))}
+            for member in group.members
         )
 
 
-def precede(
-    group: Group, change: PlannedChange, view: ClusterView, wish: HandoffProgress, policy: Policy, now: float
+def prepare_change(
+    group: Group, change: PlannedChange, view: ClusterView, progress: HandoffProgress, policy: Policy, now: float
 ) -> HandoffRequest | float | None:
-    """What a planned change of this group waits for: a wish to be written, or until when; None: nothing (more)."""
+    """Return what a planned change of this group waits for.
+
+    Returns:
+        A request that must be written, or the time until which to wait. None: nothing (more), so make the change.
+    """
     if not can_hand_off(group, view):
         return None
     committed = view.checkpoint.value if view.checkpoint is not None else None
     last = max(committed.number, committed.handoff) if committed is not None else 0
 
-    def wish_after(number: int) -> HandoffRequest:
-        in_memory = not wish.count and change.keeps_memory(group)
+    def request_after(number: int) -> HandoffRequest:
+        in_memory = not progress.count and change.keeps_memory(group)
         return HandoffRequest(group=group.number, after=max(last, number), in_memory=in_memory, reason=change.reason)
 
-    if view.handoff is None or view.handoff.value.number < wish.number:
-        return wish_after(wish.number - 1)
-    if wish.fulfilled_since is None:
-        until = wish.since + (policy.handoff_timeout_s if change.cause == "drain" else _PATIENCE_S)
-        anew_at = wish.since + _ANEW_S if committed is not None and committed.number >= wish.number else until
-        if now < min(until, anew_at):
-            return min(until, anew_at)
+    if view.handoff is None or view.handoff.value.number < progress.number:
+        return request_after(progress.number - 1)
+    if progress.fulfilled_since is None:
+        until = progress.first_seen_at + (policy.handoff_timeout_s if change.cause == "drain" else _TIMEOUT_S)
+        has_later = committed is not None and committed.number >= progress.number
+        retry_at = progress.first_seen_at + _RETRY_AFTER_S if has_later else until
+        if now < min(until, retry_at):
+            return min(until, retry_at)
         if now >= until:
             return None
-    elif stand_still(wish, policy, now) and (change.keeps_memory(group) or not wish.is_in_memory):
+    elif are_ranks_quiesced(progress, policy, now) and (change.keeps_memory(group) or not progress.is_in_memory):
         return None
-    return wish_after(wish.number) if wish.count < _WISHES else None
+    return request_after(progress.number) if progress.count < _MAX_REQUESTS else None

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from agent.core.incident import RankStall, StallReport
 from agent.core.model import ExitReport, Failure, Group
 
-HEAR_OUT_S = 3.0
+REPORT_WITHIN_S = 3.0
 """Nodes look at their ranks about once a second."""
 
 _WORST = ("exited", "stopped", "disk", "sleeps", "runs", "waits")
@@ -117,13 +117,13 @@ def describe(stalls: Sequence[StallReport]) -> str:
     rank = suspects(stalls)[0]
     for_s = max(stall.for_s for stall in stalls)
     at = f" at {rank.where}" if rank.where else ""
-    said = f"made no step after step {rank.step} for {for_s:.0f} s: it {DOING[rank.doing]}{at}"
+    text = f"made no step after step {rank.step} for {for_s:.0f} s: it {DOING[rank.doing]}{at}"
     others = [each for each in _ranks(stalls) if each.rank != rank.rank]
     if rank.doing == "waits":
         elsewhere = sorted({each.where for each in others if each.where and each.where != rank.where})
-        return said + (f"; others wait at {', '.join(elsewhere)}" if elsewhere else ", and so do all")
+        return text + (f"; others wait at {', '.join(elsewhere)}" if elsewhere else ", and so do all")
     waiting = sum(each.doing == "waits" for each in others)
-    return said + (f"; {waiting} of {len(others)} others wait for it" if waiting else "")
+    return text + (f"; {waiting} of {len(others)} others wait for it" if waiting else "")
 
 
 def _of(rank: RankStall, stalls: Sequence[StallReport]) -> StallReport:

@@ -1,8 +1,8 @@
-"""What is recorded of a change of group: the incident, and what the nodes tell of it; and of ranks that stand still.
+"""Records about changes of group: the incident, the transition reports of members, and reports of stalled ranks.
 
-An incident is written with the group that it made, and completed once every member has taken its first step. Times
-within are seconds; those of one node are on that node's own clock, so that no two clocks are compared but where it is
-said by how much they may differ.
+An incident is written together with the group that it led to, and completed once every member has made its first step.
+Durations are in seconds. Each duration is measured on the clock of one node. Clocks of different nodes are compared
+only where the record has the possible error, too.
 """
 
 from __future__ import annotations
@@ -27,63 +27,63 @@ from agent.core.model import (
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a worker of the group before ended."""
+    """How a worker of the previous group failed."""
 
     node_id: NodeId
     failure: Failure
     after_s: Seconds = 0.0
-    """After the first of them, by the clocks of their nodes as compared over the links."""
+    """Time since the first failure, by the clocks of both nodes, which were compared over the links."""
     error_s: Seconds | None = 0.0
-    """By how much that may be wrong. None: their clocks were never compared."""
+    """Bound of the error of `after_s`. None: their clocks were never compared."""
 
 
 class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the time went, from the fault to the slowest rank's first step, in seconds. None: not known (yet)."""
+    """The phases of an incident, from the fault to the first step of the slowest rank. None: not known (yet)."""
 
     detect_s: Seconds | None = None
-    """Until the leader knew."""
+    """Until the leader detected the fault."""
     agree_s: Seconds | None = None
-    """Until the group was written; waiting for nodes, and backing off, included."""
+    """Until the next group was written. Includes waiting for nodes and the delays between restarts."""
     stop_s: Seconds | None = None
-    """Until nothing of the old group's workers was left."""
+    """Until no process of the old workers was left."""
     start_s: Seconds | None = None
-    """Until the processes had begun, and imported what they need."""
+    """Until the new processes were started and had imported `trainer_runtime`."""
     join_s: Seconds | None = None
-    """Until they had met in a process group."""
+    """Until all ranks had joined a process group."""
     load_s: Seconds | None = None
-    """Until they had loaded what they begin from."""
+    """Until they had loaded the restore point."""
     first_step_s: Seconds | None = None
-    """Until the first step was done."""
+    """Until they had made their first step."""
 
     @property
     def total_s(self) -> float:
-        """All that is known of it."""
+        """The sum of the phases that are known."""
         return sum(getattr(self, name) or 0.0 for name in self.__struct_fields__)
 
     @property
     def after_s(self) -> float:
-        """What is known of it since the group was written."""
+        """The sum of the phases that are known and follow the write of the group."""
         return self.total_s - (self.detect_s or 0.0) - (self.agree_s or 0.0)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the first step was seen."""
+        """Whether all ranks have made their first step, so that all phases are known."""
         return self.first_step_s is not None
 
 
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Of a run, up to and including an incident."""
+    """Totals of a run, up to and including an incident."""
 
     incidents: Count = 0
     """Changes of group after the first start."""
-    lost_s: Seconds = 0.0
-    """Between a fault and the first step after it, and for steps that were done again."""
-    redone: Count = 0
-    """Steps that were done again."""
+    downtime_s: Seconds = 0.0
+    """Time between faults and the first steps after them, and time for replayed steps."""
+    replayed_steps: Count = 0
+    """Steps that were committed before an incident and again after it."""
 
 
 class IncidentMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A member of the group, and its ranks."""
+    """A member of the group, and its number of ranks."""
 
     node_id: NodeId
     nproc: Nproc
@@ -94,95 +94,99 @@ class Incident(Record, frozen=True, kw_only=True):
 
     run: Run
     group: Count
-    """The one that it made."""
+    """Number of the group that it led to."""
     cause: Cause
     reason: str
     at: WallClock = 0.0
-    """When that was written: wall clock of the leader, seconds since 1970."""
+    """When the group was written: wall clock of the leader, seconds since 1970."""
     began_at: WallClock = 0.0
-    """When the run's training began, likewise: in its first incident, when the group was written; in the later ones,
-    when that had made its first step."""
+    """When the training of the run began, likewise. In the first incident of a run: when its group was written. In
+    later incidents: when that first group had made its first step."""
     members: tuple[IncidentMember, ...]
-    """In rank order; empty: nobody trains."""
+    """In rank order. Empty: no node trains."""
     ended: tuple[WorkerEnd, ...] = ()
-    """How workers of the group before ended: the first cause, then those that died of it, in the order of time."""
+    """How workers of the previous group failed: causes before consequences, each in the order of time."""
     phases: Phases
     step: Count = 0
-    """The step after which the group began; 0: at the start, or the script commits none."""
-    redone: Count = 0
-    """Steps that were committed before, and done again."""
+    """The step after which the group resumed. 0: at the start of the training, or the script commits no steps."""
+    replayed_steps: Count = 0
+    """Steps that were committed before the incident and again after it."""
     step_s: Seconds = 0.0
-    """The usual time of a step; 0: not known."""
+    """The usual time of a step. 0: not known."""
     before: Totals = Totals()
-    """Of the run, without this one."""
+    """Totals of the run before this incident."""
 
     @property
     def totals(self) -> Totals:
-        """Of the run, with this one. The first start is none."""
+        """Totals of the run, including this incident. The first start of a run is not counted."""
         if self.is_first_start:
             return self.before
-        lost_s = self.phases.total_s + self.redone * self.step_s
+        downtime_s = self.phases.total_s + self.replayed_steps * self.step_s
         return Totals(
             incidents=self.before.incidents + 1,
-            lost_s=self.before.lost_s + lost_s,
-            redone=self.before.redone + self.redone,
+            downtime_s=self.before.downtime_s + downtime_s,
+            replayed_steps=self.before.replayed_steps + self.replayed_steps,
         )
 
     @property
     def is_first_start(self) -> bool:
-        """Whether nothing had trained before in this run."""
+        """Whether this is the first incident of the run: the start of its training."""
         return self.at == self.began_at
 
 
 class TransitionReport(MemberRecord, frozen=True, kw_only=True):
-    """How one node went over to a group. Seconds since it saw the group's record, on its own clock."""
+    """How one node moved into a group. Times are seconds since it saw the group's record, on its own clock."""
 
     group: Count
     stopped_s: Seconds
-    """Nothing of the older group's workers was left."""
+    """No process of the old workers was left."""
     entered_s: Seconds | None = None
-    """Its last rank had imported our runtime; this and the next three are known once all have made a step."""
+    """Its last rank had imported `trainer_runtime`. Like the next three, None until all ranks have made a step."""
     joined_s: Seconds | None = None
+    """Its last rank had joined a process group."""
     loaded_s: Seconds | None = None
+    """Its last rank had loaded the restore point."""
     stepped_s: Seconds | None = None
+    """Its last rank had made its first step."""
     before: Count = 0
-    """The highest step that its workers had committed by the end of the group before."""
+    """The highest step that its earlier workers had committed."""
     ended: tuple[Failure, ...] = ()
-    """How its workers of the group before ended, where they ended of themselves."""
+    """How its workers of the previous group failed, without those that the agent ended."""
     step_s: Seconds = 0.0
-    """The usual time of a step, of late; 0: not known."""
+    """The recent usual time of a step. 0: not known."""
     clocks: tuple[Clock, ...] = ()
-    """How its neighbours' clocks compare to its own."""
+    """How the clocks of its neighbours compare to its own."""
 
 
 Doing = Literal["runs", "sleeps", "waits", "stopped", "disk", "exited"]
-"""Of a rank that makes no step: computes; sleeps; waits for other ranks; is stopped by a signal; hangs in the kernel
-(state D); or has ended with code 0, while others have not."""
+"""What a rank does that makes no step: it computes, sleeps, waits for other ranks, is stopped by a signal, hangs in the
+kernel (state D), or has ended with code 0 while others have not."""
 
 
 class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a rank was doing when no step came."""
+    """What a rank was doing while its node made no step."""
 
     rank: Count
     step: Count
-    """The last that it committed."""
+    """The last step that it committed."""
     doing: Doing
     where: str
-    """`train.py:33 in load`: the innermost frame that is not a library's. Empty: its stack could not be read."""
+    """The innermost frame outside libraries: `train.py:33 in load`. Empty: the stack could not be read."""
     stack: str
-    """As it was dumped, the innermost frame first. Empty likewise."""
+    """The dumped stack, the innermost frame first. Empty: it could not be read."""
 
 
 class StallReport(MemberRecord, frozen=True, kw_only=True):
-    """That the ranks of one node make no step. Rewritten as it goes on."""
+    """The ranks of one node make no step. The report is replaced as the stall continues."""
 
     group: Count
     stage: Literal["over", "suspicious", "still", "certain"]
-    """A step came after all; the limit is passed; so is half as much again, with the same stacks; so is twice that."""
+    """`over`: a step was made after all. `suspicious`: the limit has passed. `still`: one and a half times the limit
+    has passed, and the stacks are the same. `certain`: twice the limit has passed."""
     for_s: Seconds
-    """Since the last step."""
+    """Time since the last step."""
     limit_s: Seconds
-    """What was taken as too long."""
+    """The limit: how long a step may take before the stall is reported."""
     step_s: Seconds = 0.0
-    """The usual time of a step, of late; 0: not known."""
+    """The recent usual time of a step. 0: not known."""
     ranks: tuple[RankStall, ...]

@@ -20,8 +20,8 @@ from dataclasses import replace
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, neighbours
-from agent.core.announcements import say_news
-from agent.core.apply_event import absorb, ask_to_leave, held_until, left, should_start_over
+from agent.core.announcements import announce
+from agent.core.apply_event import apply_event, ask_to_leave, held_until, leave_as_asked, should_start_over
 from agent.core.incident import Incident
 from agent.core.incident_log import stamp, sum_up
 from agent.core.local_workers import Patience, follow_group
@@ -42,7 +42,7 @@ Effects = tuple[fx.Effect, ...]
 
 def step(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, Effects]:
     """Apply one event and decide. `now` is the monotonic clock of this node, in seconds."""
-    return _decide(absorb(state, event, now), now)
+    return _decide(apply_event(state, event, now), now)
 
 
 def wake_at(state: AgentState, now: float) -> float | None:
@@ -53,7 +53,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
         workers.kill_at,
         workers.cause_until,
         workers.stuck_at,
-        workers.stand_until,
+        workers.quiesced_until,
         state.drain_until,
         state.retry_at,
         held_until(state),
@@ -74,19 +74,19 @@ def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     if planned is not state.planned:
         state = replace(state, planned=planned)
     decided: Effects = ()
-    for decide in (say_news, _decide_workers, _decide_links, _decide_verdict, _decide_store):
+    for decide in (announce, _decide_workers, _decide_links, _decide_verdict, _decide_store):
         state, effects = decide(state, now)
         decided += effects
     return state, decided + _decide_exit(state)
 
 
 def _leave_when_drained(state: AgentState, now: float) -> AgentState:
-    if state.known is not None and state.drain_until is None and state.identity in state.known.spec.drained:
+    if state.cached is not None and state.drain_until is None and state.identity in state.cached.spec.drained:
         state = ask_to_leave(state, now)
     if state.drain_until is None or state.leaving is not None:
         return state
     is_awaited = state.is_member and now < state.drain_until
-    return state if is_awaited else replace(state, leaving=left(state))
+    return state if is_awaited else replace(state, leaving=leave_as_asked(state))
 
 
 def _fence_at(state: AgentState) -> float | None:
@@ -104,41 +104,41 @@ def _isolate(state: AgentState, now: float) -> AgentState:
 def _plan(state: AgentState, now: float) -> Plan | None:
     if not state.is_leader or state.view is None or not state.view.is_whole or state.view.result is not None:
         return None
-    if state.is_store_lost:  # who was there may be gone by now, and what is written may land all the same
+    if state.is_store_lost:  # nodes in the view may be gone, and a write may be applied without an answer
         return None
     return plan(state.view, state.seen, state.policy, now)
 
 
 def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]:
-    known = state.known
-    if known is None:
+    cached = state.cached
+    if cached is None:
         return state, ()
     wanted = None
     group = state.group
     if state.leaving is None and group is not None and state.is_member:
-        wanted = group if group.run == known.spec.run else None
+        wanted = group if group.run == cached.spec.run else None
     patience = Patience(_grace_s(state), state.policy.kill_timeout_s, state.policy.same_within_s)
-    workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now, patience)
+    workers, effects = follow_group(state.workers, wanted, state.identity, cached.spec, now, patience)
     if workers is not state.workers:
         state = replace(state, workers=workers)
-    state, told = _tell_workers(state)
-    return state, effects + told
+    state, sent = _send_to_workers(state)
+    return state, effects + sent
 
 
-def _tell_workers(state: AgentState) -> tuple[AgentState, Effects]:
+def _send_to_workers(state: AgentState) -> tuple[AgentState, Effects]:
     """Send the running workers the restore point and the handoff request of their group, each once."""
-    workers, told = state.workers, list[fx.Effect]()
+    workers, sent = state.workers, list[fx.Effect]()
     if not workers.is_alive:
         return state, ()
-    resume = state.known.resume if state.known is not None else None
-    if resume is not None and resume.group == workers.group > state.told_resume:
-        state = replace(state, told_resume=resume.group)
-        told.append(fx.SendRestorePoint(resume))
-    wish = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
-    if wish is not None and wish.group == workers.group and wish.number > workers.told_handoff:
-        state = replace(state, workers=replace(workers, told_handoff=wish.number))
-        told.append(fx.RequestHandoff(wish.group, wish.number, wish.in_memory))
-    return state, tuple(told)
+    resume = state.cached.resume if state.cached is not None else None
+    if resume is not None and resume.group == workers.group > state.sent_restore_point:
+        state = replace(state, sent_restore_point=resume.group)
+        sent.append(fx.SendRestorePoint(resume))
+    request = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
+    if request is not None and request.group == workers.group and request.number > workers.sent_handoff:
+        state = replace(state, workers=replace(workers, sent_handoff=request.number))
+        sent.append(fx.RequestHandoff(request.group, request.number, request.in_memory))
+    return state, tuple(sent)
 
 
 def _grace_s(state: AgentState) -> float:
@@ -151,23 +151,23 @@ def _grace_s(state: AgentState) -> float:
 
 
 def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
-    known = state.known
-    if known is None:
+    cached = state.cached
+    if cached is None:
         return state, ()
     links = state.links
     peers = neighbours.peers(state.group, state.identity, links, state.view) if state.leaving is None else ()
     links = neighbours.of_peers(links, peers)
     is_any_up = any(link.state is LinkState.UP for link in links)
-    state = replace(state, links=links, has_heard=state.has_heard or is_any_up)
+    state = replace(state, links=links, has_had_link=state.has_had_link or is_any_up)
     if not state.is_member and state.group is not None and neighbours.are_all_up(links, peers):
-        state = replace(state, heard=state.group.number)
+        state = replace(state, reachable_group=state.group.number)
     effects: Effects = ()
-    link = fx.HoldLinks(state.identity, known.spec.secret, peers)
-    if link != state.linked:
-        state, effects = replace(state, linked=link), (link,)
+    link = fx.HoldLinks(state.identity, cached.spec.secret, peers)
+    if link != state.held_links:
+        state, effects = replace(state, held_links=link), (link,)
     look = fx.SetHangThreshold(state.policy.lease_ttl_s if neighbours.is_anyone_silent(links) else None)
-    if look != state.looking:
-        state, effects = replace(state, looking=look), (*effects, look)
+    if look != state.hang_threshold:
+        state, effects = replace(state, hang_threshold=look), (*effects, look)
     return state, effects
 
 
@@ -177,10 +177,10 @@ def _decide_verdict(state: AgentState, now: float) -> tuple[AgentState, Effects]
 
 
 def _settle(state: AgentState, now: float) -> fence.Settled:
-    if state.asked is None or state.view is None or state.known is None or state.has_lost_data:
+    if state.asked is None or state.view is None or state.cached is None or state.has_lost_data:
         return None
     is_late = now >= state.asked_at + state.policy.handoff_wait_s
-    return fence.settle(state.asked, state.view, state.known.spec.run, is_late=is_late)
+    return fence.settle(state.asked, state.view, state.cached.spec.run, is_late=is_late)
 
 
 def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
@@ -223,9 +223,9 @@ def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:
     if state.registered is None:
         return None
-    told = neighbours.tell_suspects(state.links, view, state.identity, has_heard=state.has_heard)
-    if told is not None or state.lease_until is None or now >= state.lease_until:
-        return told
+    change = neighbours.report_suspicions(state.links, view, state.identity, has_had_link=state.has_had_link)
+    if change is not None or state.lease_until is None or now >= state.lease_until:
+        return change
     return neighbours.evict(view, state.identity, is_leader=state.is_leader)
 
 
@@ -238,7 +238,7 @@ def _spec_effect(state: AgentState, view: ClusterView) -> fx.StoreEffect | None:
     if view.result is not None and should_start_over(state, view):
         last = begin_again(view.group.value if view.group is not None else None, state.me.run)
         return fx.StartOver(_spec(state, last.number + 1), last, view.result.mod_revision)
-    if view.spec is None and state.known is None:
+    if view.spec is None and state.cached is None:
         return fx.CreateSpec(_spec(state, 1))
     return None
 
@@ -315,18 +315,18 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
 def _decide_exit(state: AgentState) -> Effects:
     if state.leaving is None or state.workers.is_alive or not state.has_left:
         return ()
-    return (fx.Exit(state.leaving.code, state.leaving.sentence + _what_is_given_up(state)),)
+    return (fx.Exit(state.leaving.code, state.leaving.sentence + _unsaved_steps(state)),)
 
 
-def _what_is_given_up(state: AgentState) -> str:
+def _unsaved_steps(state: AgentState) -> str:
     """The steps that no checkpoint has, if this node is the last to leave a job that has not ended."""
-    view, known = state.view, state.known
-    if view is None or known is None or not view.is_whole or view.result is not None:
+    view, cached = state.view, state.cached
+    if view is None or cached is None or not view.is_whole or view.result is not None:
         return ""
     if any(node.value.identity != state.identity for node in view.nodes):
         return ""
-    saved = known.checkpoint.copy.step if known.checkpoint is not None else 0
-    held = max((each.copy.step for each in state.copies if each.copy.run == known.spec.run), default=0)
+    saved = cached.checkpoint.copy.step if cached.checkpoint is not None else 0
+    held = max((each.copy.step for each in state.copies if each.copy.run == cached.spec.run), default=0)
     reached = max(held, state.workers.step, state.workers.before)
     if reached <= saved:
         return ""
@@ -337,6 +337,6 @@ def _what_is_given_up(state: AgentState) -> str:
 def _why_not_saved(state: AgentState) -> str:
     """The reason, if the ranks got the signal that ended this agent, as systemd sends it to all processes of a unit."""
     workers = state.workers
-    if workers.is_told_to_end or not any(ended.signal == _SIGTERM for ended in workers.exits):
+    if workers.is_asked_to_end or not any(ended.signal == _SIGTERM for ended in workers.exits):
         return ""
     return ", and SIGTERM ended the ranks before they could save: signal the agent alone (systemd: KillMode=mixed)"

@@ -1,12 +1,14 @@
-"""Which copy of the training's state wins when history has forked.
+"""Lineage: which copy of the training state is used when the history has forked.
 
-A group that was cut off may come back with step 105 while its successor resumed from step 100 and trained on.
-Comparing steps, or groups, is not ancestry. So each group's `resume` record names the copy that it begins from, and
-the *lineage*: the cuts back to the committed checkpoint. A copy is on the lineage if its group began from there and
-it is no newer than the cut made in that group. Of the group that the record belongs to, every copy is.
+A group that was cut off may come back with step 105 while its successor resumed from step 100 and continued. Neither
+step numbers nor group numbers show ancestry. So the `resume` record of each group names the copy that the group begins
+from, and the *lineage*: the cuts back to the committed checkpoint. A cut is the copy of an earlier group that its
+successor began from. A copy is on the lineage if its group has a cut there and the copy is not newer than this cut.
+All copies of the group that the record belongs to are on the lineage.
 
-A copy is eligible only if the parts of all ranks of its world are held by somebody present. Among those the newest
-wins. The committed checkpoint is always eligible: going below it would be a rollback, which needs a record of its own.
+A copy is eligible only if the present nodes hold the parts of all its ranks. The newest eligible copy is used. The
+committed checkpoint is always eligible. To begin from an older copy would be a rollback, which needs a record of its
+own.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from agent.core.model import Checkpoint, Replica, RestorePoint, StateId
 
 
 def age(copy: StateId, run: str) -> tuple[bool, int, int, int]:
-    """Orders copies that are on one lineage, oldest first. Those of another run were adopted, before all of ours."""
+    """Sort key for copies on one lineage, oldest first. Copies of another run were adopted, so they are the oldest."""
     return copy.run == run, copy.group, copy.step, copy.save
 
 
 def is_on_lineage(copy: StateId, resume: RestorePoint | None, run: str) -> bool:
-    """Whether the copy belongs to the history that the record's group, and what follows it, is made of."""
+    """Whether the copy belongs to the history of the group of this record and its successors."""
     if resume is None:
         return False
     if copy.run == run and copy.group == resume.group:
@@ -34,7 +36,7 @@ def is_on_lineage(copy: StateId, resume: RestorePoint | None, run: str) -> bool:
 
 
 def as_begun(last: RestorePoint | None, checkpoint: Checkpoint | None) -> RestorePoint | None:
-    """The last group's record as it really began: if that needed a rollback, not where it was told to."""
+    """The restore point that the last group really began from: another one than in its record if it rolled back."""
     if last is None or checkpoint is None or not checkpoint.is_rollback or checkpoint == last.checkpoint:
         return last
     return msgspec.structs.replace(last, copy=checkpoint.copy, lineage=(checkpoint.copy,), checkpoint=checkpoint)
@@ -43,13 +45,13 @@ def as_begun(last: RestorePoint | None, checkpoint: Checkpoint | None) -> Restor
 def choose(
     held: Iterable[Sequence[Replica]], last: RestorePoint | None, checkpoint: Checkpoint | None, run: str
 ) -> StateId | None:
-    """The newest copy that the next group can begin from; None: there is none.
+    """The newest copy that the next group can begin from. None: there is none.
 
     Args:
-        held: what each member present holds.
-        last: the newest `resume` record; its group is the last in which a rank can have taken a step.
-        checkpoint: the committed one.
-        run: the job's run.
+        held: the inventory of each present member.
+        last: the newest `resume` record. Its group is the last one in which a rank can have made a step.
+        checkpoint: the committed checkpoint.
+        run: the run of the job.
     """
     candidates = [copy for copy in _complete(held) if is_on_lineage(copy, last, run)]
     if checkpoint is not None:
@@ -60,19 +62,19 @@ def choose(
 def follow(
     number: int, copy: StateId | None, last: RestorePoint | None, checkpoint: Checkpoint | None, run: str
 ) -> RestorePoint:
-    """The record of a group that begins from this copy."""
+    """Return the `resume` record of a group that begins from this copy."""
     cuts: list[StateId] = []
     if copy is not None:
         older = last.lineage if last is not None else ()
         cuts = [cut for cut in older if age(cut, run)[:2] < age(copy, run)[:2]]
         cuts.append(copy)
-    if checkpoint is not None:  # nothing goes back behind it
+    if checkpoint is not None:  # no group begins before it
         cuts = [cut for cut in cuts if age(cut, run) >= age(checkpoint.copy, run)]
     return RestorePoint(group=number, copy=copy, lineage=tuple(cuts), checkpoint=checkpoint)
 
 
 def may_commit(asked: Checkpoint, committed: Checkpoint | None, resume: RestorePoint, run: str) -> str:
-    """Why a checkpoint must not be committed now; empty if it may."""
+    """Why a checkpoint must not be committed. Empty: it may be."""
     copy = asked.copy
     if committed is None:
         is_adopted = copy.run != run and resume.copy is None
@@ -87,7 +89,7 @@ def may_commit(asked: Checkpoint, committed: Checkpoint | None, resume: RestoreP
 
 
 def _complete(held: Iterable[Sequence[Replica]]) -> list[StateId]:
-    """Copies of which somebody has the common part, and all ranks' own parts are there."""
+    """Copies of which the common part and the parts of all ranks are held."""
     pieces: dict[StateId, list[Replica]] = {}
     for each in (one for node in held for one in node):
         pieces.setdefault(each.copy, []).append(each)

@@ -55,18 +55,18 @@ class LocalWorkers:
     """A process of theirs may be alive."""
     exits: tuple[ev.WorkerExited, ...] = ()
     """In the order in which they were seen."""
-    is_told_to_end: bool = False
+    is_asked_to_end: bool = False
     is_killed: bool = False
     stuck_at: float | None = None
     """When all killed processes should be gone. None: nothing was killed."""
     is_stuck: bool = False
     """A process of theirs is alive long after it was killed."""
     kill_at: float | None = None
-    told_handoff: int = 0
+    sent_handoff: int = 0
     """Number of the newest handoff request that was sent to them. 0: none."""
-    stood: ev.RanksQuiesced | None = None
+    quiesced: ev.RanksQuiesced | None = None
     """The newest handoff that they stopped for. None: none yet."""
-    stand_until: float = 0.0
+    quiesced_until: float = 0.0
     """When they train on, unless they get an answer before."""
     report: ExitReport | None = None
     """The exit report as it was first written, so that it is the same when it is written again."""
@@ -86,7 +86,7 @@ class LocalWorkers:
             return False
         return all(_is_consequence(e) for e in self.failures) or all(e.mistake for e in self.failures)
 
-    def absorb(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
+    def apply_event(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
         """Apply the end of a worker, or of all. Events about an older group are ignored."""
         if event.group != self.group:
             return self
@@ -101,12 +101,12 @@ class LocalWorkers:
             case ev.WorkersGone():
                 return replace(self, is_alive=False, kill_at=None, stuck_at=None, is_stuck=False)
 
-    def note_stood(self, event: ev.RanksQuiesced, until: float) -> LocalWorkers:
+    def note_quiesced(self, event: ev.RanksQuiesced, until: float) -> LocalWorkers:
         """Note that they stopped for a handoff, and, at the first event of that handoff, until when they wait."""
         if event.group != self.group:
             return self
-        is_first = self.stood is None or self.stood.number != event.number
-        return replace(self, stood=event, stand_until=until if is_first else self.stand_until)
+        is_first = self.quiesced is None or self.quiesced.number != event.number
+        return replace(self, quiesced=event, quiesced_until=until if is_first else self.quiesced_until)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def follow_group(
 
 def _ended(workers: LocalWorkers, wanted: Group) -> tuple[Failure, ...]:
     """How the workers of the group before the wanted one failed, without those that this agent ended."""
-    if workers.is_told_to_end or workers.group != wanted.number - 1:
+    if workers.is_asked_to_end or workers.group != wanted.number - 1:
         return ()
     return tuple(in_short(_failure(workers, each)) for each in workers.failures)
 
@@ -174,8 +174,8 @@ def _end(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
     kill_at = now + patience.grace_s if workers.kill_at is None else min(workers.kill_at, now + patience.grace_s)
     if now >= kill_at:
         return _kill(replace(workers, kill_at=None), now, patience)
-    told = replace(workers, is_told_to_end=True, kill_at=kill_at)
-    return told, () if workers.is_told_to_end else (fx.TerminateWorkers(workers.group),)
+    ending = replace(workers, is_asked_to_end=True, kill_at=kill_at)
+    return ending, () if workers.is_asked_to_end else (fx.TerminateWorkers(workers.group),)
 
 
 def _kill(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
@@ -214,15 +214,15 @@ def quiesced(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None
 
     Args: workers: of the group that is reported on. me: whose workers they are. now: monotonic, in seconds.
     """
-    stood, is_late = workers.stood, now >= workers.stand_until
-    if stood is None or not (stood.is_shared or is_late):
+    event, is_late = workers.quiesced, now >= workers.quiesced_until
+    if event is None or not (event.is_shared or is_late):
         return None
     return Quiesced(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,
-        number=stood.number,
-        step=stood.step,
+        number=event.number,
+        step=event.step,
         is_late=is_late,
     )
 

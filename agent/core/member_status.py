@@ -47,7 +47,7 @@ class MemberStatus(MemberRecord, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class WrittenStatus:
-    """This node's own status record in etcd: as it was last written, or read after a write was refused."""
+    """This node's own status record in etcd, as last written, or as read after a write was refused."""
 
     group: int = 0
     status: MemberStatus | None = None
@@ -56,11 +56,11 @@ class WrittenStatus:
     """0: there is no record."""
 
     def of(self, group: int, who: Identity) -> MemberStatus:
-        """What is in etcd about this group; without parts if there is nothing."""
+        """The status about this group that is in etcd. If there is none: a status without parts."""
         if self.status is None or (self.group, self.status.identity) != (group, who):
             return MemberStatus(group=group, node_id=who.node_id, incarnation=who.incarnation)
         return self.status
 
     def revision_of(self, group: int) -> int:
-        """The revision that the next write about this group compares; 0: the record must not exist."""
+        """The revision that the next write about this group compares. 0: the record must not exist."""
         return self.mod_revision if self.group == group else 0

@@ -1,4 +1,4 @@
-"""What happened, in words: how workers ended, which of them came first, and where the time of an incident went."""
+"""Messages: English descriptions of how workers ended, of the first cause, and of the phases of an incident."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from agent.core.incident import Incident, Phases, WorkerEnd
 from agent.core.model import Failure
-from agent.core.totals import count, duration
+from agent.core.totals import duration, replayed
 
 SHOWN_S = 0.005
-"""Less is not worth a word."""
+"""Shorter phases are not shown."""
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`; of one without a name its number."""
+    """The name of a signal: `SIGKILL`. For a signal without a name: `signal 63`."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -23,7 +23,7 @@ def signal_name(number: int) -> str:
 
 
 def how_it_ended(node_id: str, failure: Failure) -> str:
-    """`rank 1 on node-b was killed by SIGKILL: memory ran out`."""
+    """Describe the failure of a worker: `rank 1 on node-b was killed by SIGKILL: memory ran out`."""
     why = f": {failure.why}" if failure.why else ""
     return f"{_rank(node_id, failure)} {_how(failure)}{why}"
 
@@ -46,19 +46,19 @@ def _how(failure: Failure) -> str:
 
 
 def cause_of(incident: Incident) -> str:
-    """What the incident came of; with others that may have been first, if the clocks leave that open."""
+    """Describe the cause of an incident, with other failures that may have been first by the clocks of their nodes."""
     if incident.cause != "failed" or not incident.ended:
         return incident.reason
     first, others = incident.ended[0], rivals(incident.ended)
-    said = how_it_ended(first.node_id, first.failure)
+    cause = how_it_ended(first.node_id, first.failure)
     if not others:
-        return said
+        return cause
     named = listed([_rank(each.node_id, each.failure) for each in others])
-    return f"{said} (or {named} first, {how_near(others)})"
+    return f"{cause} (or {named} first, {how_near(others)})"
 
 
 def rivals(ended: Sequence[WorkerEnd]) -> tuple[WorkerEnd, ...]:
-    """Those that may have ended before the first one, as far as their clocks can tell, and not of it."""
+    """The failures that may have come before the first one by the clocks of their nodes, and are not consequences."""
     return tuple(each for each in ended[1:] if not _is_later(each.failure) and _may_be_first(each))
 
 
@@ -67,7 +67,7 @@ def _is_later(failure: Failure) -> bool:
 
 
 def consequences(ended: Sequence[WorkerEnd]) -> tuple[WorkerEnd, ...]:
-    """Those that ended because the first one had."""
+    """The failures that are consequences of the first one, or later than it."""
     either = rivals(ended)
     return tuple(each for each in ended[1:] if each not in either)
 
@@ -77,7 +77,7 @@ def _may_be_first(ended: WorkerEnd) -> bool:
 
 
 def how_near(others: Sequence[WorkerEnd]) -> str:
-    """`within 12 ms`: of the first one, all of them."""
+    """How close these failures are to the first one: `within 12 ms`."""
     furthest_s = max((each.after_s + each.error_s for each in others if each.error_s is not None), default=None)
     if furthest_s is None or any(each.error_s is None for each in others):
         return "by clocks that were never compared"
@@ -87,7 +87,7 @@ def how_near(others: Sequence[WorkerEnd]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """`a, b and c`; of more than `most`, how many more there are."""
+    """List names: `a, b and c`. If there are more than `most`: `a, b and 3 more`."""
     shown, more = list(names[:most]), len(names) - most
     if more > 0:
         shown.append(f"{more} more")
@@ -95,13 +95,13 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def time_of(phases: Phases) -> str:
-    """`detect 0.02, agree 0.01, stop 0.1 s`: what is known of it; empty if nothing is."""
+    """List the known phases: `detect 0.02, agree 0.01, stop 0.1 s`. Empty: none is known."""
     parts = [f"{name} {_seconds(spent_s)}" for name, spent_s in spent(phases) if spent_s >= SHOWN_S]
     return f"{', '.join(parts)} s" if parts else ""
 
 
 def spent(phases: Phases) -> list[tuple[str, float]]:
-    """The phases that are known, by name, in their order; in seconds."""
+    """The names and durations of the known phases, in seconds, in their order."""
     known = ((name, getattr(phases, name)) for name in phases.__struct_fields__)
     return [(name.removesuffix("_s").replace("_", " "), each) for name, each in known if each is not None]
 
@@ -111,11 +111,11 @@ def _seconds(value: float) -> str:
 
 
 def one_line(incident: Incident) -> str:
-    """The whole incident on a line.
+    """Describe an incident on one line.
 
-    `group 4 after 3.4 s: rank 1 on node-b was killed by SIGKILL; detect 0.02, …, first step 0.7 s; 3 steps redone`.
+    `group 4 after 3.4 s: rank 1 on node-b was killed by SIGKILL; detect 0.02, …, first step 0.7 s; 3 replayed steps`.
     """
     after = f" after {duration(incident.phases.total_s)}" if incident.phases.is_complete else ""
-    redone = f"{count(incident.redone, 'step')} redone" if incident.redone else ""
-    details = (time_of(incident.phases), redone)
+    replay = replayed(incident.replayed_steps) if incident.replayed_steps else ""
+    details = (time_of(incident.phases), replay)
     return "; ".join([f"group {incident.group}{after}: {cause_of(incident)}", *filter(None, details)])

@@ -122,7 +122,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Versions of its software, and a digest of the script and the files beside it. All nodes should have the same."""
 
 
-UNTOLD = NodeInfo()
+NO_INFO = NodeInfo()
 
 
 class Node(MemberRecord, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """The node was asked to leave. It leaves once the group goes on without it."""
     unfit: str = ""
     """Why the node cannot train although its agent is alive. Empty: it can."""
-    known: CachedRecords | None = None
+    cached: CachedRecords | None = None
     """The records that the agent has cached, published while etcd has lost some of them."""
     resumed: Count = 0
     """The last group in which a local rank asked where to begin, so that its script commits and can be handed off."""
@@ -158,11 +158,11 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """Its standby processes are being prepared. Once they are ready, its ranks start much faster."""
     standby: str = ""
     """Which standby processes it has, or why it has none. Empty: not known."""
-    heard: Count = 0
+    reachable_group: Count = 0
     """The last group, not its own, of which it has reached all members that it would be a neighbour of."""
     position: Count = 0
     """Position in the operator's list of machines, by which nodes that join together get their ranks. 0: no list."""
-    about: NodeInfo = UNTOLD
+    about: NodeInfo = NO_INFO
 
     @property
     def is_eligible(self) -> bool:
@@ -379,7 +379,7 @@ class Suspicion(MemberRecord, frozen=True, kw_only=True):
     by_incarnation: str
     is_lost: bool
     """The link was closed without a goodbye and could not be opened again. Otherwise it is only silent."""
-    has_heard: bool = False
+    has_had_link: bool = False
     """Some link of the reporting node has worked, if not this one, so its report of silence is meaningful."""
     why: str
     for_s: Seconds = 0.0

@@ -1,18 +1,19 @@
-"""What an agent makes of the links to its neighbours: suspicion, eviction, and its own isolation.
+"""Neighbours: what an agent decides from the links to them. Suspicion, eviction, and its own isolation.
 
-An agent holds links to the two members beside it in its group's ring. A killed agent's links close at once, long
-before its lease ends. The neighbour writes a `suspects` record; the leader ends the lost member's lease, and then the
-ordinary path follows. Nobody is evicted for being silent: that only delays a plan.
+An agent holds links to the two members beside it in the ring of its group. If an agent is killed, its links close at
+once, long before its lease ends. Its neighbour writes a `suspects` record, and the leader revokes the lease of the lost
+member; then the group is replaced as after any lost lease. A silent member is never evicted: silence only delays a
+plan.
 
-Members that reach etcd and not each other cannot train together (`reachability.py`). A node that is no member holds
-links to those whom it would be put between, and to members that it has not heard since it was one: it is let in once it
-hears them.
+Members that reach etcd but not each other cannot train together (`reachability.py`). A node outside the group holds
+links to the members between which it would be placed, and to members that it could not reach since it was a member
+itself. It is admitted once it reaches all of them.
 
-- Only the leader evicts; if the leader itself is lost, the member of the lowest rank that is not. Only while its own
-  lease is surely alive: who may have been given up already decides over nobody.
-- Of two that accuse each other the lower rank is believed: one link that broke must not cost two members.
-- An agent that can reach neither etcd nor a neighbour, for longer than its lease, stops its own workers. Whoever is
-  on the other side has gone on without it.
+- Only the leader evicts; or, if the leader itself is lost, the member with the lowest rank that is not lost. It evicts
+  only while its own lease is certainly valid, because otherwise it may have been removed itself.
+- If two members accuse each other, the lower rank is believed: one broken link must not cost two members.
+- An agent that reaches neither etcd nor one of its neighbours for longer than its lease stops its own workers, because
+  the others have continued without it.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ from agent.core.model import ClusterView, Group, Identity, LinkState, Member, Su
 from agent.core.reachability import among_members, is_examined
 
 SILENT_HEARTBEATS = 3
-"""So many get no answer before a neighbour is called silent."""
+"""Heartbeats without an answer before a neighbour counts as silent."""
 
 
 @dataclass(frozen=True)
 class LinkView:
-    """The link to one neighbour, and since when it is as it is."""
+    """The state of the link to one neighbour."""
 
     who: Identity
     state: LinkState
     since: float
+    """When it got into this state."""
     why: str
     for_s: float
-    """How long it had not been heard then, about."""
+    """About how long the neighbour had not answered by then."""
     was_up: bool
-    """It worked once, so that its silence says something. Else a firewall may be all that is wrong."""
+    """The link has worked before, so its silence is meaningful. Otherwise a firewall may be the only reason."""
 
 
 Links = tuple[LinkView, ...]
 
 
 def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
-    """The members before and after us in the ring of ranks; none, if we are no member."""
+    """The members before and after this node in the ring of ranks. Empty if the node is no member."""
     size = len(group.members)
     mine = {rank for rank, member in enumerate(group.members) if member.identity == me}
     ring = {(rank + step) % size for rank in mine for step in (-1, 1)}
@@ -54,9 +56,10 @@ def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
 
 
 def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | None) -> tuple[Member, ...]:
-    """Whom to hold links to: our neighbours, as we are or would be, and, from outside, the members we do not hear.
+    """The members to hold links to.
 
-    While it matters who hears whom: all members.
+    A member holds links to its neighbours. A node outside holds links to the first and the last member, between which
+    it would be placed, and to members whose links are silent. While reachability is examined: all other members.
     """
     if group is None or not group.members:
         return ()
@@ -70,7 +73,7 @@ def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | N
 
 
 def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: float) -> Links:
-    """Take in the news of a link. It may be told again of one that is as it was: since when, and why, stays."""
+    """Apply a link event. An event that does not change the state of the link is ignored, so `since` and `why` stay."""
     if any(link.who == event.who and link.state is event.state for link in links):
         return links
     others = tuple(link for link in links if link.who != event.who)
@@ -80,69 +83,69 @@ def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: floa
 
 
 def of_peers(links: Links, peers: tuple[Member, ...]) -> Links:
-    """Forget links to all others."""
+    """Keep only the links to these peers."""
     identities = {peer.identity for peer in peers}
     return tuple(link for link in links if link.who in identities)
 
 
 def are_all_up(links: Links, peers: tuple[Member, ...]) -> bool:
-    """Whether we hear all of some members, of whom there are any."""
+    """Whether there are peers, and the links to all of them are up."""
     return bool(peers) and len(links) == len(peers) and all(link.state is LinkState.UP for link in links)
 
 
 def is_anyone_silent(links: Links) -> bool:
-    """Whether one does not answer that did."""
+    """Whether a neighbour is silent that answered before."""
     return any(link.was_up and link.state is LinkState.SILENT for link in links)
 
 
-def tell_suspects(
-    links: Links, view: ClusterView, me: Identity, *, has_heard: bool
+def report_suspicions(
+    links: Links, view: ClusterView, me: Identity, *, has_had_link: bool
 ) -> fx.WriteSuspicion | fx.ClearSuspicion | None:
-    """The next change that makes our `suspects` records agree with our links; None: they do."""
-    told = {stored.value.identity: stored.value for stored in view.suspects if stored.value.accuser == me}
-    bad = {link.who: _suspect(link, me, has_heard=has_heard) for link in links if link.state is not LinkState.UP}
+    """Return the next change to make this node's `suspects` records agree with its links. None: they agree."""
+    reported = {stored.value.identity: stored.value for stored in view.suspects if stored.value.accuser == me}
+    bad = {link.who: _suspect(link, me, has_had_link=has_had_link) for link in links if link.state is not LinkState.UP}
     for who, suspect in sorted(bad.items()):
-        if who not in told or told[who].is_lost != suspect.is_lost:
+        if who not in reported or reported[who].is_lost != suspect.is_lost:
             return fx.WriteSuspicion(suspect)
-    return next((fx.ClearSuspicion(suspect) for who, suspect in sorted(told.items()) if who not in bad), None)
+    return next((fx.ClearSuspicion(suspect) for who, suspect in sorted(reported.items()) if who not in bad), None)
 
 
-def _suspect(link: LinkView, me: Identity, *, has_heard: bool) -> Suspicion:
+def _suspect(link: LinkView, me: Identity, *, has_had_link: bool) -> Suspicion:
     return Suspicion(
         node_id=link.who.node_id,
         incarnation=link.who.incarnation,
         by_node_id=me.node_id,
         by_incarnation=me.incarnation,
         is_lost=link.state is LinkState.LOST,
-        has_heard=has_heard,
+        has_had_link=has_had_link,
         why=link.why,
         for_s=link.for_s,
     )
 
 
 def lost_members(view: ClusterView) -> tuple[Identity, ...]:
-    """Members of the current group that a neighbour has lost, in rank order."""
+    """Members of the current group whose neighbour reports them as lost, in rank order."""
     ranks = _ranks(view)
-    said = [each for each in among_members(view) if each.is_lost]
-    lowest = {s.identity: min(ranks[o.accuser] for o in said if o.identity == s.identity) for s in said}
-    # Who is itself accused from a lower rank is not believed.
-    believed = {s.identity for s in said if lowest.get(s.accuser, len(ranks)) > ranks[s.accuser]}
+    reports = [each for each in among_members(view) if each.is_lost]
+    lowest = {s.identity: min(ranks[o.accuser] for o in reports if o.identity == s.identity) for s in reports}
+    # A member that a lower rank accuses is not believed.
+    believed = {s.identity for s in reports if lowest.get(s.accuser, len(ranks)) > ranks[s.accuser]}
     return tuple(sorted(believed, key=lambda who: ranks[who]))
 
 
 def silent_members(view: ClusterView) -> frozenset[Identity]:
-    """Members that another one suspects in any way."""
+    """Members that another member reports as lost or silent."""
     return frozenset(each.identity for each in among_members(view))
 
 
 def _ranks(view: ClusterView) -> dict[Identity, int]:
-    """Of the current group's nodes."""
+    """The node ranks of the current group."""
     members = view.group.value.members if view.group is not None else ()
     return {member.identity: rank for rank, member in enumerate(members)}
 
 
 def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> fx.Evict | None:
-    """The eviction that is ours to carry out, if any."""
+    """Return the eviction that this agent must carry out. None: there is none."""
     lost = lost_members(view)
     if not lost or me in lost or view.group is None:
         return None
@@ -158,7 +161,7 @@ def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> fx.Evict | Non
 
 
 def fence_at(links: Links, lease_until: float | None, lease_ttl_s: float) -> float | None:
-    """When an agent that cannot reach etcd must stop its workers; None: it need not, by what is known."""
+    """When an agent that cannot reach etcd must stop its workers. None: it need not."""
     down = [link.since for link in links if link.was_up and link.state is not LinkState.UP]
     if lease_until is None or not down:
         return None

@@ -1,4 +1,4 @@
-"""When a leader first saw what it sees."""
+"""Observations: when a leader first saw the facts that it decides from."""
 
 from __future__ import annotations
 
@@ -10,65 +10,73 @@ from agent.core.handoff import HandoffProgress, note
 from agent.core.hangs import is_due, standing
 from agent.core.model import ClusterView, Identity, Member, Suspicion
 from agent.core.rank_order import can_grow
-from agent.core.reachability import among_members, parted
+from agent.core.reachability import among_members, partitioned
 
 
 @dataclass(frozen=True)
 class Observations:
-    """When this leader first saw what it sees, on its own monotonic clock. Lost with the leader; that only delays."""
+    """When this leader first saw each fact, on its own monotonic clock.
+
+    A new leader has no observations of its predecessor. That only delays its decisions.
+    """
 
     nodes: tuple[tuple[Identity, float], ...] = ()
+    """Each node that is present, and when it was first seen."""
     group: int | None = None
-    """The number of the current one, seen also by one that does not lead; 0: there is none. None: nothing was seen."""
+    """Number of the current group, which agents note also while they do not lead. 0: there is none. None: no view yet.
+    """
     group_since: float = 0.0
+    """When this leader first saw the current group."""
     waits_since: float | None = None
-    """Since when nodes could have come that are waited for: not while the job is paused, or etcd away."""
+    """Since when missing nodes could have arrived. Time while the job is paused or etcd is away does not count."""
     not_before: float = float("-inf")
-    """The group was not there before, if it was seen to come."""
+    """When the group appeared, if this agent saw it appear. -inf: the group was in its first view."""
     reported_since: float | None = None
+    """Since when there has been an exit report of the group."""
     stalled_since: float | None = None
-    """Since when the group has stood still for too long."""
+    """Since when the group has made no step for so long that it is to be ended."""
     broken_since: float | None = None
-    """Since when something is wrong with the group: a failure, a lost member, or that."""
+    """Since when the group has had a fault: a failure, a lost member, or a hang that is to end it."""
     fault_at: float | None = None
-    """When that happened, by what was told of it; not before the group."""
+    """When that fault happened, as far as the reports tell, but not before the group appeared."""
     silent_since: tuple[tuple[Identity, float], ...] = ()
-    """Since when a member that another one suspects has not been heard."""
-    parted_since: float | None = None
-    """Since when members have not heard each other."""
+    """Each member that another member suspects, and since when it has not answered."""
+    partitioned_since: float | None = None
+    """Since when there have been members that do not reach each other."""
     still_since: float | None = None
-    """Since when the group has made no step, if that is suspicious."""
+    """Since when the group has made no step, if a node has reported a stall."""
     grows_since: float | None = None
-    """Since when there have been nodes for a larger group."""
-    known_since: float | None = None
-    """Since when a node has been telling of lost data."""
-    ever: tuple[Identity, ...] = ()
-    """All who were seen, in the order of their first view."""
+    """Since when there have been enough nodes for a larger group."""
+    data_lost_since: float | None = None
+    """Since when a node has published cached records, because etcd has lost data."""
+    ever_seen: tuple[Identity, ...] = ()
+    """All nodes that were ever seen, in the order in which they were first seen."""
     outage_ended_at: float | None = None
+    """When etcd was last seen again after an outage."""
     read_at: float | None = None
-    """When the last reading of everything was asked for that the view includes."""
-    wish: HandoffProgress = field(default_factory=HandoffProgress)
-    """For a handoff of this group."""
+    """When the last complete read that the view includes was requested."""
+    handoff_progress: HandoffProgress = field(default_factory=HandoffProgress)
+    """The newest handoff request of this group."""
 
     @property
     def came_at(self) -> float:
-        """When the group was seen to come, maybe before this one led; else when it was seen first."""
+        """When the group appeared, maybe before this agent led. If that was not seen: when the group was first seen."""
         return self.group_since if self.not_before == float("-inf") else self.not_before
 
     def last_arrival(self, members: Sequence[Member]) -> float:
-        """When the youngest of these was first seen."""
+        """When the last of these members was first seen."""
         since = dict(self.nodes)
         return max(since[member.identity] for member in members)
 
 
 def follow(seen: Observations, view: ClusterView, now: float) -> Observations:
-    """Note what one that does not lead must know of a view, should it lead later: when the group came."""
+    """Note when the group appeared. An agent that does not lead needs nothing else of a view in case it leads later."""
     number = _number(view)
     return Observations(group=number, not_before=_not_before(seen, number, now))
 
 
 def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool = False) -> Observations:
-    """Note what is new in a view; `is_back`: nothing could be seen for a while before it."""
+    """Note what is new in a view. `is_back`: there was no view for a while before this one."""
     since = dict(seen.nodes)
     here = [node.value.identity for node in view.nodes]
     has_lost = lost_data(view) is not None
@@ -85,8 +93,8 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
     fault_at = _fault_at(before, view, silent, now)
     return Observations(
         nodes=tuple((who, since.get(who, now)) for who in here),
-        known_since=(seen.known_since or now) if has_lost else None,
-        ever=tuple(dict.fromkeys((*seen.ever, *here))),
+        data_lost_since=(seen.data_lost_since or now) if has_lost else None,
+        ever_seen=tuple(dict.fromkeys((*seen.ever_seen, *here))),
         read_at=seen.read_at,
         group=number,
         group_since=now if is_new else seen.group_since,
@@ -97,10 +105,12 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
         broken_since=_since(before.broken_since, now, holds=fault_at is not None),
         fault_at=None if fault_at is None else max(fault_at, not_before),
         silent_since=tuple(silent.items()),
-        parted_since=_since(seen.parted_since, now - _for_s(suspects), holds=bool(parted(view))),
+        partitioned_since=_since(seen.partitioned_since, now - _for_s(suspects), holds=bool(partitioned(view))),
         still_since=_since(before.still_since, now - _still_s(view), holds=_still_s(view) > 0.0),
         grows_since=_since(seen.grows_since, now, holds=can_grow(view)),
-        wish=note(HandoffProgress() if is_new else seen.wish, view, now, is_back=is_back or is_first),
+        handoff_progress=note(
+            HandoffProgress() if is_new else seen.handoff_progress, view, now, is_back=is_back or is_first
+        ),
     )
 
 
@@ -109,31 +119,31 @@ def _number(view: ClusterView) -> int:
 
 
 def _not_before(seen: Observations, number: int, now: float) -> float:
-    """When the group of this number was seen to come."""
+    """When the group of this number appeared. -inf: that was not seen."""
     if number == seen.group:
         return seen.not_before
     return float("-inf") if seen.group is None else now
 
 
 def _since(before: float | None, now: float, *, holds: bool) -> float | None:
-    """Since when something holds."""
+    """Since when a condition has held. None: it does not hold."""
     if not holds:
         return None
     return now if before is None else before
 
 
 def _for_s(suspects: list[Suspicion]) -> float:
-    """How long one of these had not been heard when that was told."""
+    """The longest time without an answer in these reports."""
     return max((each.for_s for each in suspects), default=0.0)
 
 
 def _still_s(view: ClusterView) -> float:
-    """For how long ranks had made no step when that was told; 0: they make steps."""
+    """For how long ranks had made no step when that was reported. 0: they make steps."""
     return max((stall.for_s for stall in standing(view.stalls)), default=0.0)
 
 
 def _fault_at(before: Observations, view: ClusterView, silent: dict[Identity, float], now: float) -> float | None:
-    """When what is wrong with the current group happened; None: nothing is."""
+    """When the fault of the current group happened. None: it has no fault."""
     group = view.group.value if view.group is not None else None
     here = {node.value.identity for node in view.nodes if not node.value.unfit}
     reported = {report.identity for report in view.exits}
@@ -145,6 +155,6 @@ def _fault_at(before: Observations, view: ClusterView, silent: dict[Identity, fl
     times += [now - report.after_s for report in failed]
     if is_due(view.stalls) and before.stalled_since is None:
         times.append(now - max(stall.for_s for stall in standing(view.stalls)))
-    if before.fault_at is None and before.not_before > float("-inf"):  # else they may have been silent before the group
+    if before.fault_at is None and before.not_before > float("-inf"):  # otherwise it may be older than the group
         times += [silent[who] for who in lost if who in silent]
     return min(times)

@@ -1,9 +1,11 @@
-"""What a leader makes of members that reach etcd and not each other.
+"""Partitions: what a leader decides about members that reach etcd but not each other.
 
-They cannot train together. If no step comes since they fell silent, or the ranks fail of it, the most who hear each
-other go on, if they are enough: once a lease would have ended, for the silence of one that is lost ends with its lease.
-A group that has yet to make its first step has time for that: its links may be all that is cut. So it is with ranks
-that went on stepping.
+Such members cannot train together. If the group has made no step since they fell silent, or if its ranks fail because
+of broken connections, the largest set of members that reach each other continues, if it is large enough. The leader
+waits for one lease length first, because a lost member is silent too, until its lease ends.
+
+A group that has not made its first step gets `_FIRST_STEP_WITHIN_S` for it, because perhaps only the links between the
+agents are broken. The same is true of a group whose ranks continue to make steps.
 """
 
 from __future__ import annotations
@@ -13,57 +15,61 @@ from dataclasses import replace
 from agent.core.effects import Refresh
 from agent.core.model import Failure, Group, Member
 from agent.core.proposals import Plan, Proposals, names, required
-from agent.core.reachability import deaf, doubtful, parted, together
+from agent.core.reachability import choose_connected, partitioned, reported_silent, unreachable_from_outside
 
-_MEET_S = 30.0
-"""So long a group may take for its first step though members do not hear each other."""
+_FIRST_STEP_WITHIN_S = 30.0
+"""Time for the first step of a group whose members do not reach each other."""
 _LEASE_LATE_S = 0.6
-"""etcd looks for leases that have ended twice a second, and then takes a moment to delete what they held."""
+"""etcd looks for ended leases twice a second, and then needs a moment to delete their keys."""
 
 
 class PartitionView(Proposals):
-    """Drafts, and the choice of those who can go on."""
+    """Proposals, and the choice of the members that continue after a partition."""
 
-    def is_cut(self, failure: Failure | None = None) -> bool:
-        """Whether members do not hear each other, and that may be why the ranks failed like this, or make no step."""
-        since = self.seen.parted_since
-        if since is None or not parted(self.view):
+    def is_partition_cause(self, failure: Failure | None = None) -> bool:
+        """Whether there is a partition that may be the cause of this failure, or, without one, of a lack of steps."""
+        since = self.seen.partitioned_since
+        if since is None or not partitioned(self.view):
             return False
         if failure is not None and failure.is_peer_lost:
             return True
-        if any(account.stepped_s is not None for account in self.view.transitions):
+        if any(each.stepped_s is not None for each in self.view.transitions):
             return self.seen.still_since is not None and self.seen.still_since <= since + self.policy.lease_ttl_s
-        return self.now >= self._meets_until()
+        return self.now >= self._first_step_until()
 
-    def together(self, group: Group) -> tuple[Member, ...]:
-        """The most who could go on and hear each other."""
+    def connected_members(self, group: Group) -> tuple[Member, ...]:
+        """The largest set of nodes that could continue and reach each other."""
         pool = self.lineup(len(self.view.nodes), is_picky=False)
         kept = {member.identity for member in group.members}
-        apart = parted(self.view) | deaf(self.view)
+        apart = partitioned(self.view) | unreachable_from_outside(self.view)
         need = required(self.spec, group)
-        return together(pool, apart, kept, need, doubtful(self.view))[: self.spec.np_max]
+        return choose_connected(pool, apart, kept, need, reported_silent(self.view))[: self.spec.np_max]
 
-    def part(self, group: Group, planned: Plan) -> Plan | tuple[Member, ...]:
-        """Who is to go on, of a group that says nothing of a failure; or the plan, if that is to be followed yet."""
-        if not parted(self.view):
+    def resolve(self, group: Group, planned: Plan) -> Plan | tuple[Member, ...]:
+        """Decide for a group without failures.
+
+        Returns:
+            The members that continue without the others; or a plan, if it is too early for that or there is no need.
+        """
+        if not partitioned(self.view):
             return planned
-        if not self.is_cut():
-            until = self._meets_until()
+        if not self.is_partition_cause():
+            until = self._first_step_until()
             return planned if self.now >= until else replace(planned, wake_at=min(planned.wake_at or until, until))
-        members = self.together(group)
+        members = self.connected_members(group)
         if len(members) < required(self.spec, group):
             return planned
-        asked = f"{self.left_out(group, members)}; waiting whether a lease ends"
-        return self.wait_for_cause(asked, self.seen.parted_since or self.now) or members
+        asked = f"{self.describe_left_out(group, members)}; waiting for a lease to end"
+        return self.wait_for_cause(asked, self.seen.partitioned_since or self.now) or members
 
-    def left_out(self, group: Group, members: tuple[Member, ...]) -> str:
-        """Whom these go on without: `node-b and the others do not hear each other`. Empty: without nobody."""
+    def describe_left_out(self, group: Group, members: tuple[Member, ...]) -> str:
+        """Describe the members without which these continue. Empty: there are none."""
         going_on = {member.identity for member in members}
         out = [member for member in group.members if member.identity not in going_on]
-        return f"{names(out)} and the others do not hear each other" if out else ""
+        return f"{names(out)} and the others do not reach each other" if out else ""
 
     def wait_for_cause(self, asked: str, since: float) -> Plan | None:
-        """Wait until the lease of one who was lost then has surely ended, and then look."""
+        """Wait until the lease of a member that was lost at `since` has certainly ended, then read everything again."""
         since = max(since, self.seen.outage_ended_at or 0.0)  # etcd renews all leases as it starts
         until = since + self.policy.lease_ttl_s + _LEASE_LATE_S
         if self.now < until:
@@ -71,5 +77,5 @@ class PartitionView(Proposals):
         is_known = self.seen.read_at is not None and self.seen.read_at >= until
         return None if is_known else Plan(Refresh(), asked)
 
-    def _meets_until(self) -> float:
-        return max(self.seen.parted_since or self.now, self.seen.group_since) + _MEET_S
+    def _first_step_until(self) -> float:
+        return max(self.seen.partitioned_since or self.now, self.seen.group_since) + _FIRST_STEP_WITHIN_S

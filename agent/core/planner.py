@@ -43,8 +43,8 @@ from agent.core.budget import EARLY_S, EXIT_NO_RESTART, agent_exit_code, back_of
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
-from agent.core.handoff import PlannedChange, stand_still
-from agent.core.hangs import HEAR_OUT_S, as_report, in_group
+from agent.core.handoff import PlannedChange, are_ranks_quiesced
+from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
 from agent.core.incident_log import complete
 from agent.core.model import CachedRecords, Cause, ClusterView, Failure, Group, Identity, Member, Policy, Stored
 from agent.core.neighbours import silent_members
@@ -65,17 +65,17 @@ def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> P
     """Decide the next group, the job's result, or to leave things as they are. See the module's rules."""
     if view.result is not None:
         return Plan(None, f"the job has ended: {view.result.value.reason}")
-    known = lost_data(view)
-    if known is not None:
-        return _restore(known, view, seen, policy, now)
+    cached = lost_data(view)
+    if cached is not None:
+        return _restore(cached, view, seen, policy, now)
     if view.spec is None:
-        return Plan(None, "etcd has lost the job; nobody here remembers it")
+        return Plan(None, "etcd has lost the job, and no node has it cached")
     planner = _Planner(_accuse(view, seen, now), view.spec.value, seen, policy, now)
     if planner.spec.stopped_by:
         return planner.stop()
     if planner.group is None or not planner.group.members:
         return planner.gather()
-    return _with_news(planner.follow(planner.group), planner.group, view, seen)
+    return _with_details(planner.follow(planner.group), planner.group, view, seen)
 
 
 def _accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
@@ -88,20 +88,20 @@ def _accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
     stalls = in_group(group, view.stalls, view.exits) if group is not None else ()
     if group is None or seen.stalled_since is None or not stalls:
         return view
-    has_heard_all = len(stalls) == len(group.members)
-    if not has_heard_all and now < seen.stalled_since + HEAR_OUT_S:
+    have_all_reported = len(stalls) == len(group.members)
+    if not have_all_reported and now < seen.stalled_since + REPORT_WITHIN_S:
         return view
     accused = as_report(group, stalls)
     return view.with_exits((*(each for each in view.exits if each.identity != accused.identity), accused))
 
 
-def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Observations) -> Plan:
+def _with_details(planned: Plan, group: Group, view: ClusterView, seen: Observations) -> Plan:
     """Add to a plan without an action: what is known of a hang, and the incident if it can be completed."""
     if planned.action is not None:
         return planned
     stalls = in_group(group, view.stalls, view.exits)
     if stalls:
-        heard_at = None if seen.stalled_since is None else seen.stalled_since + HEAR_OUT_S
+        heard_at = None if seen.stalled_since is None else seen.stalled_since + REPORT_WITHIN_S
         wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
         report = as_report(group, stalls)
         assert report.failure is not None  # noqa: S101 - a hang is one
@@ -114,25 +114,25 @@ def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Observation
     return replace(planned, action=complete(incident, group, resume, view.transitions))
 
 
-def _restore(known: CachedRecords, view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
+def _restore(cached: CachedRecords, view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
     """Restore what etcd has lost, once all agents have had time to publish their cached records."""
-    until = (now if seen.known_since is None else seen.known_since) + policy.lease_ttl_s
+    until = (now if seen.data_lost_since is None else seen.data_lost_since) + policy.lease_ttl_s
     if now < until:
-        return Plan(None, "etcd has lost data; waiting for all members to say what they know", until)
-    group, restored = known.group, RestoredRecords(known.spec, known.resume, known.checkpoint)
+        return Plan(None, "etcd has lost data; waiting for all members to publish their cached records", until)
+    group, restored = cached.group, RestoredRecords(cached.spec, cached.resume, cached.checkpoint)
     if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
-        kept = begin_again(None, known.spec.run) if group is None else group
+        kept = begin_again(None, cached.spec.run) if group is None else group
         return Plan(kept, "etcd had lost data; all members are back", restored=restored)
     spec_revision = view.spec.mod_revision if view.spec is not None else 0
     group_revision = view.group.mod_revision if view.group is not None else 0
     as_known = replace(
         view,
-        spec=Stored(known.spec, 0, spec_revision),
+        spec=Stored(cached.spec, 0, spec_revision),
         group=Stored(group, 0, group_revision),
-        checkpoint=Stored(known.checkpoint, 0, 0) if known.checkpoint is not None else None,
+        checkpoint=Stored(cached.checkpoint, 0, 0) if cached.checkpoint is not None else None,
     ).with_exits(())
     # A pause must not prevent the records from being restored: the next group is formed as if the job were not paused.
-    active = msgspec.structs.replace(known.spec, paused_by="")
+    active = msgspec.structs.replace(cached.spec, paused_by="")
     following = _Planner(as_known, active, replace(seen, outage_ended_at=None), policy, now).follow(group)
     return replace(following, restored=restored)
 
@@ -213,7 +213,7 @@ class _Planner(PartitionView):
         if lost:
             return self._replace(group, "lost", self._loss(lost), is_failure=False)
         planned = self._go_on(group, len(done))
-        return planned if done else self._part(group, planned)
+        return planned if done else self._resolve_partition(group, planned)
 
     def _go_on(self, group: Group, done: int) -> Plan:
         """Continue a group in which nothing has failed."""
@@ -243,7 +243,7 @@ class _Planner(PartitionView):
         """Whether a member that is missing right after an outage of etcd has time to return: a lease length, once."""
         until = self._returns_until()
         is_replaced = any(node.value.node_id == member.node_id for node in self.view.nodes)
-        return until is not None and self.now < until and member.identity not in self.seen.ever and not is_replaced
+        return until is not None and self.now < until and member.identity not in self.seen.ever_seen and not is_replaced
 
     def _returns_until(self) -> float | None:
         ended_at = self.seen.outage_ended_at
@@ -265,21 +265,21 @@ class _Planner(PartitionView):
             return self._replace(group, "failed", what, is_failure=False)
         if failure.is_port_taken:
             return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
-        suspected, is_cut = silent_members(self.view), self.is_cut(failure)
+        suspected, is_partition_cause = silent_members(self.view), self.is_partition_cause(failure)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
         how = " of a broken connection" if failure.is_peer_lost else ""
-        asked, since = f"{what}{how}; is {names(awaited or group.members)} alive?", self._reported_since()
-        since = max(since, self.seen.parted_since or 0.0) if is_cut else since
-        has_cause = not awaited and not is_cut
+        asked, since = f"{what}{how}; checking the lease of {names(awaited or group.members)}", self._reported_since()
+        since = max(since, self.seen.partitioned_since or 0.0) if is_partition_cause else since
+        has_cause = not awaited and not is_partition_cause
         waiting = self._wait_for_the_same(failure, silent) if has_cause else self.wait_for_cause(asked, since)
         if waiting is not None:
             return waiting
-        without = self.left_out(group, self._remaining(group)) if is_cut else ""
+        without = self.describe_left_out(group, self._remaining(group)) if is_partition_cause else ""
         what = f"{what}; {without}" if without else what
         new = {each.node_id for each in self.tally().left_out} - {each.node_id for each in group.left_out}
         for node_id in sorted(new):
             what += f"; {node_id} is left out until its agent is started again: {_LEFT_OUT}"
-        is_excused = is_cut and (failure.is_peer_lost or bool(failure.hang))
+        is_excused = is_partition_cause and (failure.is_peer_lost or bool(failure.hang))
         return self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
 
     def _wait_for_the_same(self, failure: Failure, silent: list[Member]) -> Plan | None:
@@ -287,31 +287,31 @@ class _Planner(PartitionView):
         until = min(self._reported_since(), self.seen.group_since + EARLY_S) + self.policy.same_within_s
         if not failure.mistake or not silent or self.now >= until:
             return None
-        return Plan(None, f"{failure.mistake}; does that end {names(silent)}, too?", until)
+        return Plan(None, f"{failure.mistake}; waiting for the same error on {names(silent)}", until)
 
-    def _part(self, group: Group, planned: Plan) -> Plan:
-        found = self.part(group, planned)
+    def _resolve_partition(self, group: Group, planned: Plan) -> Plan:
+        found = self.resolve(group, planned)
         if isinstance(found, Plan):
             return found
-        return self._replace(group, "lost", self.left_out(group, found), is_failure=False)
+        return self._replace(group, "lost", self.describe_left_out(group, found), is_failure=False)
 
     def _reported_since(self) -> float:
         since = (self.seen.reported_since, self.seen.stalled_since)
         return min((each for each in since if each is not None), default=self.now)
 
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
-        told = self.tally(is_failure=is_failure)
+        failures = self.tally(is_failure=is_failure)
         found = first_failure(self.view.exits)
-        if is_failure and found is not None and told.is_mistake_again and self.policy.ends_at_mistakes:
+        if is_failure and found is not None and failures.is_mistake_again and self.policy.ends_at_mistakes:
             why = "every rank, twice in a row; --max_restarts=N tries N times"
             return self.finish(agent_exit_code(found[1]), f"{describe(*found)}, as did {why}")
-        if is_failure and found is not None and told.restarts > self.policy.max_restarts:
+        if is_failure and found is not None and failures.restarts > self.policy.max_restarts:
             code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
             spent = f"{count(self.policy.max_restarts, 'restart')} without progress"
             return self.finish(code, f"{describe(*found)}, after {spent}")
-        until = self.seen.group_since + back_off_s(told.unread or told.restarts)
+        until = self.seen.group_since + back_off_s(failures.unread or failures.restarts)
         if cause == "failed" and self.now < until:
-            why = "" if told.unread else f": {count(told.restarts, 'failure')} without progress"
+            why = "" if failures.unread else f": {count(failures.restarts, 'failure')} without progress"
             return Plan(None, f"{reason}{why}; trying again in a moment", until)
         members = self._remaining(group)
         if len(members) < required(self.spec, group):
@@ -325,7 +325,8 @@ class _Planner(PartitionView):
         preferred, if they are enough.
         """
         need, found = required(self.spec, group), first_failure(self.view.exits)
-        tries = [self.together(group)] if self.is_cut(found[1] if found is not None else None) else []
+        failure = found[1] if found is not None else None
+        tries = [self.connected_members(group)] if self.is_partition_cause(failure) else []
         tries.append(self.lineup(self.spec.np_max))
         enough = (members for members in tries if len(members) >= need)
         return next(enough, self.lineup(self.spec.np_max, is_picky=False))
@@ -369,7 +370,7 @@ class _Planner(PartitionView):
             until = (self.seen.grows_since or self.now) + settle_s + _WARM_WITHIN_S
             training = f"training on {nodes(len(group.members))}"
             waiting = Plan(None, f"{training}; waiting for {names(cold)} to be warm", until)
-        if self.now < until and not stand_still(self.seen.wish, self.policy, self.now):
+        if self.now < until and not are_ranks_quiesced(self.seen.handoff_progress, self.policy, self.now):
             return waiting
         new = [member for member in grown if group.node_rank(member.identity) is None]
         return self.change(group, grown, "join", f"{names(new)} joined (np {self.spec.np})" if is_full else there)

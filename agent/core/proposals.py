@@ -12,7 +12,7 @@ from agent.core import incident_log, lineage, rank_order
 from agent.core.backoff import doubled_s
 from agent.core.budget import FailureCount, highest_step, tally
 from agent.core.effects import Refresh, RestoredRecords
-from agent.core.handoff import PlannedChange, precede
+from agent.core.handoff import PlannedChange, prepare_change
 from agent.core.incident import Incident
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
@@ -82,8 +82,10 @@ class Proposals:
         """The members of a next group of up to `size` nodes. If `is_picky`, only nodes known to reach the group."""
         return self._lineup(size, self.tally(), is_picky=is_picky)
 
-    def _lineup(self, size: int, told: FailureCount, *, is_picky: bool) -> tuple[Member, ...]:
-        return rank_order.lineup(self.group, self.view, size, last=told.last, left_out=told.left_out, is_picky=is_picky)
+    def _lineup(self, size: int, failures: FailureCount, *, is_picky: bool) -> tuple[Member, ...]:
+        return rank_order.lineup(
+            self.group, self.view, size, last=failures.last, left_out=failures.left_out, is_picky=is_picky
+        )
 
     def tally(self, *, is_failure: bool = False) -> FailureCount:
         """The count of failures once the current group has ended."""
@@ -91,13 +93,13 @@ class Proposals:
         if last is None:
             return FailureCount()
         window_s = self.policy.progress_window_s
-        told = tally(last, self.view.exits, self._plain_s(last), window_s, is_failure=is_failure)
-        is_enough = len(self._lineup(self.spec.np_max, told, is_picky=False)) >= required(self.spec, last)
+        failures = tally(last, self.view.exits, self._plain_s(last), window_s, is_failure=is_failure)
+        is_enough = len(self._lineup(self.spec.np_max, failures, is_picky=False)) >= required(self.spec, last)
         here = {node.value.identity for node in self.view.nodes}
         # If no other node can take the place of a node, leaving it out would only make the job wait: then the restart
         # budget decides.
-        left_out = told.left_out if is_enough else last.left_out
-        return replace(told, left_out=tuple(each for each in left_out if each in here))
+        left_out = failures.left_out if is_enough else last.left_out
+        return replace(failures, left_out=tuple(each for each in left_out if each in here))
 
     def must_begin(self, group: Group) -> bool:
         """Whether the restore point of the group is not written yet."""
@@ -137,9 +139,9 @@ class Proposals:
         """Wait until the ranks of the group have stopped for a handoff. None: there is nothing (more) to wait for."""
         if self.must_begin(group):
             return None
-        match precede(group, change, self.view, self.seen.wish, self.policy, self.now):
-            case HandoffRequest() as wish:
-                return Plan(wish, change.reason)
+        match prepare_change(group, change, self.view, self.seen.handoff_progress, self.policy, self.now):
+            case HandoffRequest() as request:
+                return Plan(request, change.reason)
             case float() as until:
                 return Plan(None, f"{change.reason}; its ranks are to stop after a common step and save it", until)
             case None:
@@ -147,7 +149,7 @@ class Proposals:
 
     def form(self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False) -> Plan:
         """Form the next group."""
-        last, told = self.group, self.tally(is_failure=is_failure)
+        last, failures = self.group, self.tally(is_failure=is_failure)
         reached = max(len(members), last.reached if last is not None else 0)
         group = Group(
             run=self.spec.run,
@@ -155,18 +157,18 @@ class Proposals:
             members=members,
             cause=cause,
             reason=reason,
-            restarts=told.restarts,
-            counted_from=told.counted_from,
+            restarts=failures.restarts,
+            counted_from=failures.counted_from,
             step=0 if last is None else highest_step(last, self.view.exits),
             reached=min(reached, self.spec.np_max),
             grown_by=self._newcomers(members) if cause == "join" else (),
             flaps=self._flaps(cause),
-            last=told.last,
-            failed=told.failed,
-            early=told.early,
-            left_out=told.left_out,
-            unread=told.unread,
-            mistake=told.mistake,
+            last=failures.last,
+            failed=failures.failed,
+            early=failures.early,
+            left_out=failures.left_out,
+            unread=failures.unread,
+            mistake=failures.mistake,
         )
         incident = incident_log.open_incident(group, self.view, self.view.exits, self.seen, self.now)
         return Plan(group, reason, incident=incident)

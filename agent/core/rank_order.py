@@ -1,10 +1,10 @@
-"""Who keeps which rank.
+"""Rank order: which nodes the next group has, and in which order.
 
-Members of the running group keep their order, so that rank 0 stays where it is. Those who come later are appended, by
-their places in the operator's list of machines where there is one, and by age. Age is the place in etcd's history, one
-order that all agents see alike. A node's local ranks are contiguous, in the group's order. Nodes that fail again and
-again come last, so that a spare takes their place; a node that alone can read the checkpoint has rank 0, which reads
-it. A newcomer must hear those whom it is to train with.
+Members of the running group keep their order, so that rank 0 stays on its node. Newcomers are appended, by their
+position in the operator's list of machines if there is one, and by age. Age is the order of registration in etcd, which
+is the same for all agents. The local ranks of a node are contiguous. Nodes that fail repeatedly come last, so that a
+spare takes their place. If only one node can read the checkpoint, it comes first, because rank 0 reads it. A newcomer
+must reach the nodes that it is to train with.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from agent.core.model import ClusterView, Group, Identity, Member, Node
-from agent.core.reachability import deaf
+from agent.core.reachability import unreachable_from_outside
 
 
 def eligible(view: ClusterView) -> tuple[Member, ...]:
-    """Nodes that a next group can have, oldest first."""
+    """Nodes that can be members of the next group, oldest first."""
     return tuple(node.member for node in _eligible_nodes(view))
 
 
@@ -28,7 +28,7 @@ def _eligible_nodes(view: ClusterView) -> Iterator[Node]:
 
 
 def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Members of the group that can go on, in rank order, as they describe themselves now."""
+    """Members of the group that can continue, in rank order, with the data of their present node records."""
     if group is None:
         return ()
     able = {member.identity: member for member in eligible(view)}
@@ -36,10 +36,10 @@ def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
 
 
 def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Nodes that can train and that the group does not have, by the operator's list, and age.
+    """Nodes that can train and are not in the group, by position in the operator's list, then by age.
 
-    Those that are still warming up come last, but not in a job's first group: there all begin cold, and whoever lists
-    machines, or starts them one by one, counts on that order.
+    Nodes whose standby processes are being prepared come last, except in the first group of a job. There no node has
+    standby processes yet, and the operator relies on the order of the list, or in which the nodes were started.
     """
     taken = {member.identity for member in group.members} if group is not None else set()
     found = (node for node in _eligible_nodes(view) if not taken or node.identity not in taken)
@@ -54,7 +54,7 @@ def warming(view: ClusterView) -> set[Identity]:
 
 
 def can_grow(view: ClusterView) -> bool:
-    """Whether nodes are there for a larger group than the current one, as np asks."""
+    """Whether there are enough nodes for a larger group, within np."""
     if view.spec is None or view.group is None:
         return False
     spec, group = view.spec.value, view.group.value
@@ -71,30 +71,36 @@ def lineup(
     left_out: tuple[Identity, ...] = (),
     is_picky: bool = True,
 ) -> tuple[Member, ...]:
-    """The first `size` of all who could train, in the order of their ranks.
+    """The first `size` of the nodes that can train, in rank order.
 
-    Node ids in `last` come after the others, the worst last; and before all the node whose own disk has the checkpoint.
-    Those in `left_out`, and those that the group leaves out, do not come at all. Newcomers are taken once they hear the
-    group; if it is not picky, at once.
+    The node whose own disk has the checkpoint comes first.
+
+    Args:
+        group: the current group. Nodes that it leaves out are not taken.
+        view: the newest view.
+        size: the largest number of nodes.
+        last: ids of nodes that come after the others, the worst last.
+        left_out: further nodes that are not taken.
+        is_picky: take only newcomers that reach the members of the group.
     """
     first = view.checkpoint.value.node if view.checkpoint is not None else ""
     places = {node_id: place for place, node_id in enumerate(last, start=1)}
     staying, new = survivors(group, view), newcomers(group, view)
     if is_picky and group is not None and group.members:
-        new = _who_hear(group, staying, new, view)
+        new = _that_reach(group, staying, new, view)
     able = [member for member in staying + new if member.identity not in left_out]
     return tuple(sorted(able, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))[:size]
 
 
-def _who_hear(
+def _that_reach(
     group: Group, staying: tuple[Member, ...], new: tuple[Member, ...], view: ClusterView
 ) -> tuple[Member, ...]:
-    """Newcomers that heard the group, and now hear all of it who stay."""
-    heard = {node.value.identity for node in view.nodes if node.value.heard == group.number}
-    apart = deaf(view)
+    """Newcomers that have reached the group, and reach all of its members that stay."""
+    reaching = {node.value.identity for node in view.nodes if node.value.reachable_group == group.number}
+    apart = unreachable_from_outside(view)
     return tuple(
         member
         for member in new
-        if member.identity in heard
+        if member.identity in reaching
         and not any(frozenset((member.identity, each.identity)) in apart for each in staying)
     )

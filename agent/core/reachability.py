@@ -1,15 +1,17 @@
-"""Who hears whom, and which nodes can therefore train together.
+"""Reachability: which members reach each other, and which nodes can therefore train together.
 
-Members of a group hold links to their neighbours in the ring of ranks. While one of these is silent, all members of a
-group of moderate size hold links to all others, and so do the nodes outside: by the time a lease would have ended each
-has said whom it does not hear (`neighbours.peers`).
+Members of a group hold links to their neighbours in the ring of ranks. While one of these links is silent, all members
+hold links to all others, if the group has at most `EXAMINED` members, and so do the nodes outside the group. Before a
+lease would have ended, each node has reported which members it does not reach (`neighbours.peers`).
 
-Two members do not hear each other if both say so, and a link of one of the two has ever worked: else a firewall may be
-all that is wrong. A node outside does not hear a member if it says so: no member listens to it.
+Two members count as partitioned if both report the other as silent, and a link of one of the two has ever worked.
+Otherwise a firewall may be the only reason. A node outside does not reach a member if it reports so: its report alone
+counts, because members hold no links to nodes outside.
 
-A node that hears nobody, not even etcd, may get one accusation there, and waits for the answer before the next. It then
-looks like the member that it accuses; but the others do not hear it either, and hear that one. So where as many could
-go on with the one as with the other, what one of two alone says is weighed too.
+A node that receives nothing, not even from etcd, may still reach etcd with an accusation of one member. It waits for
+the answer before it accuses another. By the accusations of these two alone, either could be the one that is cut off.
+But the other members do not reach the accuser either, while they reach the accused. So if equally many members could
+continue without the accused as without the accuser, reports of one side alone are counted, too.
 """
 
 from __future__ import annotations
@@ -20,58 +22,68 @@ from collections.abc import Set as AbstractSet
 from agent.core.model import ClusterView, Group, Identity, Member, Suspicion
 
 EXAMINED = 32
-"""Up to so many members, each holds links to all others while that tells something."""
+"""Largest group in which each member holds links to all others while a member is silent."""
 
 Pairs = frozenset[frozenset[Identity]]
 
 
 def among_members(view: ClusterView) -> list[Suspicion]:
-    """What members of the current group say of each other."""
+    """The suspicions of members of the current group against each other."""
     group = view.group.value if view.group is not None else None
     here = {member.identity for member in group.members} if group is not None else set()
-    said = (stored.value for stored in view.suspects)
-    return [each for each in said if each.identity in here and each.accuser in here]
+    suspicions = (stored.value for stored in view.suspects)
+    return [each for each in suspicions if each.identity in here and each.accuser in here]
 
 
 def is_examined(group: Group, view: ClusterView | None) -> bool:
-    """Whether all are to find out whom they hear."""
+    """Whether all members are to hold links to all others, to find out which of them they reach."""
     if view is None or len(group.members) > EXAMINED:
         return False
     return any(not each.is_lost for each in among_members(view))
 
 
-def parted(view: ClusterView) -> Pairs:
-    """Members of the current group that do not hear each other."""
+def partitioned(view: ClusterView) -> Pairs:
+    """Pairs of members of the current group that do not reach each other."""
     silent = [each for each in among_members(view) if not each.is_lost]
-    said = {(each.accuser, each.identity): each.has_heard for each in silent}
-    mutual = (pair for pair in said if pair[::-1] in said and (said[pair] or said[pair[::-1]]))
+    reported = {(each.accuser, each.identity): each.has_had_link for each in silent}
+    mutual = (pair for pair in reported if pair[::-1] in reported and (reported[pair] or reported[pair[::-1]]))
     return frozenset(frozenset(pair) for pair in mutual)
 
 
-def doubtful(view: ClusterView) -> Pairs:
-    """Members of the current group of whom one at least does not hear the other."""
+def reported_silent(view: ClusterView) -> Pairs:
+    """Pairs of members of the current group of which at least one reports the other as silent."""
     silent = (each for each in among_members(view) if not each.is_lost)
     return frozenset(frozenset((each.accuser, each.identity)) for each in silent)
 
 
-def deaf(view: ClusterView) -> Pairs:
-    """Members of the current group, each with a node outside that does not hear it."""
+def unreachable_from_outside(view: ClusterView) -> Pairs:
+    """Pairs of a member of the current group and a node outside that does not reach it."""
     group = view.group.value if view.group is not None else None
     here = {member.identity for member in group.members} if group is not None else set()
-    said = (stored.value for stored in view.suspects)
-    outside = (each for each in said if each.identity in here and each.accuser not in here and not each.is_lost)
+    suspicions = (stored.value for stored in view.suspects)
+    outside = (each for each in suspicions if each.identity in here and each.accuser not in here and not each.is_lost)
     return frozenset(frozenset((each.accuser, each.identity)) for each in outside)
 
 
-def together(
+def choose_connected(
     pool: Sequence[Member], apart: Pairs, kept: AbstractSet[Identity], need: int, doubts: Pairs
 ) -> tuple[Member, ...]:
-    """The nodes of a pool that are to go on, of which none is apart from another: in the order of the pool.
+    """Choose nodes of the pool that all reach each other.
 
-    As many as are needed, if that can be; then as many as possible of those to be kept; then as many as possible; then
-    those with the fewest doubtful pairs; then the first. Found by beginning with each node in turn and taking all
-    others that can be taken: that is exact where hearing is passed on, as it is in a network that has fallen into
-    pieces.
+    For each node of the pool, a set is built that begins with this node and takes every further node that reaches all
+    nodes of the set. The best of these sets is chosen. That is exact if reachability is transitive, as in a network
+    that has fallen apart.
+
+    Args:
+        pool: the nodes to choose from. Their order is kept, and decides if all else is equal.
+        apart: pairs that do not reach each other, of which at most one node is taken.
+        kept: nodes that are preferred: members of the current group.
+        need: how many nodes are needed.
+        doubts: pairs of which at least one node reports the other as silent.
+
+    Returns:
+        A set of at least `need` nodes, or else the largest one. Of several such sets that with the most nodes of
+        `kept`, then with the most nodes, then with the fewest pairs of `doubts`.
     """
     strange: dict[Identity, set[Identity]] = {member.identity: set() for member in pool}
     for pair in apart:

@@ -1,4 +1,4 @@
-"""All that one agent knows and has under way: the state that `lifecycle.step` changes."""
+"""The state of one agent, which `lifecycle.step` changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agent.core.incident import Incident
 from agent.core.local_workers import LocalWorkers
 from agent.core.member_status import WrittenStatus
 from agent.core.model import (
-    UNTOLD,
+    NO_INFO,
     CachedRecords,
     ClusterView,
     Group,
@@ -30,54 +30,54 @@ from agent.core.transitions import WorkerObservations
 
 @dataclass(frozen=True)
 class AgentFacts:
-    """What an agent knows of itself before it has met anyone."""
+    """What an agent knows about itself when it starts."""
 
     job_id: str
     node_id: str
     is_node_id_chosen: bool
-    """The operator named it; else it is the host's name, and `-2`, `-3` may be added on a shared host."""
+    """The operator chose it. Otherwise it is the name of the host, and `-2`, `-3` may be added on a shared host."""
     incarnation: str
     address: str
     nproc: int
     link: int
-    """Port on which its neighbours reach it."""
+    """Port on which it accepts links of its neighbours."""
     host: str
     pid: int
     pid_started: int
     run: str
-    """Id for the job's run, should this agent be the one to begin it."""
+    """Id for the run, used if this agent creates the job."""
     secret: str
-    """Likewise: by which the job's agents know each other."""
+    """Secret by which the job's agents authenticate each other, used likewise."""
     np_min: int
     np_max: int
     fresh: bool
     started_at: float
-    """Wall clock, seconds since 1970."""
+    """When the agent started: wall clock, seconds since 1970."""
     started_now: float
     """The same moment on the clock of `now`."""
     timing: Timing
-    """For people to see."""
+    """Only displayed."""
     link_cert: str = ""
-    """Fingerprint of the certificate that it shows at `link`; empty: it has none."""
+    """Fingerprint of the certificate that it presents at `link`. Empty: it has none."""
     position: int = 0
-    """In the operator's list of machines; 0: there is none."""
-    about: NodeInfo = UNTOLD
-    """As timing."""
+    """Position in the operator's list of machines. 0: there is no list."""
+    about: NodeInfo = NO_INFO
+    """Only displayed."""
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """The agent is to end with this code, once its workers are gone."""
+    """The agent ends with this exit code once its workers are gone."""
 
     code: int
     sentence: str
     is_hurried: bool = False
-    """Asked twice: workers get no grace."""
+    """Workers are ended without a grace period."""
 
 
 @dataclass(frozen=True)
 class AgentState:
-    """All that an agent knows and has under way."""
+    """What an agent knows, and what it has in progress."""
 
     me: AgentFacts
     policy: Policy
@@ -85,91 +85,98 @@ class AgentState:
     workers: LocalWorkers = field(default_factory=LocalWorkers)
     seen: Observations = field(default_factory=Observations)
     port: int = 0
-    """Held for the next group's master; 0: none yet."""
+    """Port that is reserved for the master of the next group. 0: none yet."""
     suffix: int = 1
+    """Number that is added to the node id on a shared host. 1: none is added."""
     life: int = 1
-    """Counts our incarnations: workers that we stopped on our own make the next one."""
-    known: CachedRecords | None = None
-    """The newest spec and group that were seen. The workers follow these, whatever etcd may have lost."""
+    """Counts the incarnations of this agent. A new one begins when it stops its workers because it is cut off."""
+    cached: CachedRecords | None = None
+    """The newest spec and other records that were seen. The workers follow these, even if etcd has lost them."""
     has_lost_data: bool = False
-    """etcd shows less than is known."""
+    """etcd shows less than is cached."""
     is_store_lost: bool = False
+    """etcd cannot be reached."""
     lease_until: float | None = None
-    """Our lease surely lives until then."""
+    """Until when the lease of this agent is certainly valid."""
     links: Links = ()
-    linked: fx.HoldLinks | None = None
-    has_heard: bool = False
-    """A link to somebody has worked."""
-    heard: int = 0
-    """The last group, not ours, that all our links of were up."""
-    looking: fx.SetHangThreshold = field(default_factory=lambda: fx.SetHangThreshold(None))
+    held_links: fx.HoldLinks | None = None
+    """The last `HoldLinks` effect."""
+    has_had_link: bool = False
+    """Some link of this agent has worked."""
+    reachable_group: int = 0
+    """Number of the last group, not its own, of which it has reached all members that it would be a neighbour of."""
+    hang_threshold: fx.SetHangThreshold = field(default_factory=lambda: fx.SetHangThreshold(None))
+    """The last `SetHangThreshold` effect."""
     copies: tuple[Replica, ...] = ()
-    told_resume: int = 0
-    """The group whose workers know where it begins."""
+    """The snapshots that this node holds in memory."""
+    sent_restore_point: int = 0
+    """Number of the last group whose restore point was sent to the workers."""
     observed: WorkerObservations = field(default_factory=WorkerObservations)
-    """How the workers do."""
+    """What was observed of the workers."""
     status: WrittenStatus = field(default_factory=WrittenStatus)
-    """What etcd has of this node's reports about its group."""
+    """The status record of this node in etcd."""
     health: str = ""
-    """What is wrong with this node; empty: it can train."""
+    """What is wrong with this node. Empty: it can train."""
     standby: ev.StandbyChanged = field(default_factory=lambda: ev.StandbyChanged("", is_warming=False))
     resumed: int = 0
-    """The last group in which a local rank asked where to begin."""
+    """Number of the last group in which a local rank asked for the restore point."""
     asked: ev.PublishAsked | None = None
-    """A local worker waits for the verdict on its checkpoint."""
+    """The request of a local worker that waits for its checkpoint to be committed. None: no worker waits."""
     asked_at: float = 0.0
     outage_ended_at: float | None = None
     pending: fx.StoreEffect | None = None
+    """The effect on the store that has not been answered yet."""
     pending_since: float = 0.0
     must_refresh: bool = False
     is_answer_void: bool = False
-    """What is under way was sent before etcd lost its history: its answer, and its revision, speak of the lost one."""
+    """`pending` was sent before etcd lost its history, so its answer and revision are about the lost history."""
     settled_revision: int = 0
-    """Nothing is decided from a view older than our own last write."""
+    """Revision of the last write or complete read of this agent. Nothing is decided from an older view."""
     retry_at: float = 0.0
     holder: fx.NodeIdHolder | None = None
-    """Another agent that has our node id, as we last asked."""
+    """Another agent that held our node id at the last attempt to register."""
     held_since: float = 0.0
     leaderless_since: float | None = None
     watched: fx.WatchKeys | None = None
     drain_until: float | None = None
-    """Asked to leave: until then the group has time to go on without us."""
+    """The agent was asked to leave. Until then the group has time to continue without this node."""
     leaving: Leaving | None = None
     has_left: bool = False
+    """Its lease was revoked, or nothing more can be done about it."""
     planned: Plan | None = None
-    """The leader's plan for the current view."""
-    said_joined: bool = False
-    said_group: int = 0
+    """The plan for the current view. None: this agent does not lead."""
+    has_announced_join: bool = False
+    announced_group: int = 0
     trouble: str = ""
-    """Why the last write had no answer; empty once one has."""
-    said_trouble: str = ""
-    said_reason: str = ""
-    said_np: str = ""
+    """Why the last write had no answer. Empty: it had one."""
+    announced_trouble: str = ""
+    announced_reason: str = ""
+    announced_np: str = ""
     written: Incident | None = None
-    """The incident that we have last added something to."""
-    said_incident: int = 0
-    """The group whose incident was told whole."""
-    said_slow: tuple[int, tuple[int, ...]] = (0, ())
-    """A group, and its ranks that were told to be slow."""
+    """The last incident that this agent has completed, or added a part to."""
+    announced_incident: int = 0
+    """Number of the last group whose completed incident was announced."""
+    announced_slow: tuple[int, tuple[int, ...]] = (0, ())
+    """Group number, and the ranks of the group that were already announced as stragglers."""
 
     @property
     def node_id(self) -> str:
-        """Our node id, with the number added that a shared host needs."""
+        """The node id, with the number that is added on a shared host."""
         return self.me.node_id if self.suffix == 1 else f"{self.me.node_id}-{self.suffix}"
 
     @property
     def identity(self) -> Identity:
-        """Who we are to others."""
+        """The identity by which other nodes know this agent."""
         return Identity(self.node_id, self.incarnation)
 
     @property
     def incarnation(self) -> str:
-        """Of this life of ours."""
+        """The present incarnation."""
         return self.me.incarnation if self.life == 1 else f"{self.me.incarnation}.{self.life}"
 
     @property
     def node(self) -> Node:
-        """Our record among the nodes, as it should be."""
+        """The node record of this agent, as it should be in etcd."""
         return Node(
             node_id=self.node_id,
             incarnation=self.incarnation,
@@ -184,12 +191,12 @@ class AgentState:
             timing=self.me.timing,
             is_draining=self.drain_until is not None,
             unfit=self._unfit,
-            known=self.known if self.has_lost_data else None,
+            cached=self.cached if self.has_lost_data else None,
             resumed=self.resumed,
             own_s=self.observed.paced.own_s if self.observed.paced is not None else (),
             is_warming=self.standby.is_warming,
-            standby=self.standby.told,
-            heard=self.heard,
+            standby=self.standby.summary,
+            reachable_group=self.reachable_group,
             position=self.me.position,
             about=self.me.about,
         )
@@ -201,28 +208,28 @@ class AgentState:
         return f"its health check failed: {self.health}" if self.health else ""
 
     def wall(self, now: float) -> float:
-        """The wall clock, seconds since 1970, as it was set when the agent started."""
+        """The wall clock in seconds since 1970, computed from its value at the start of the agent."""
         return self.me.started_at + now - self.me.started_now
 
     @property
     def group(self) -> Group | None:
-        """The current group: the one with the highest number that was ever seen."""
-        return self.known.group if self.known is not None else None
+        """The current group: the one with the highest number that was seen."""
+        return self.cached.group if self.cached is not None else None
 
     @property
     def is_member(self) -> bool:
-        """Whether we are one of the current group."""
+        """Whether this node is a member of the current group."""
         return self.group is not None and self.group.node_rank(self.identity) is not None
 
     @property
     def registered(self) -> Stored[Node] | None:
-        """Our record among the nodes, as etcd has it."""
+        """The node record of this agent that is in etcd. None: there is none."""
         nodes = self.view.nodes if self.view is not None else ()
         me = self.identity
         return next((n for n in nodes if n.value.node_id == me.node_id and n.value.incarnation == me.incarnation), None)
 
     @property
     def is_leader(self) -> bool:
-        """Whether the leader key is ours."""
+        """Whether this agent is the leader."""
         leader = self.view.leader if self.view is not None else None
         return leader is not None and self.identity == leader.value.identity

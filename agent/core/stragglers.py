@@ -1,4 +1,4 @@
-"""Which rank the others wait for, step after step, although nothing is broken."""
+"""Stragglers: ranks that the others wait for in each step, although nothing has failed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from statistics import median
 from agent.core.model import ClusterView
 
 _SLOWER = 1.5
+"""How many times the usual time of the others a straggler needs, at least."""
 _AT_LEAST_S = 0.005
+"""How much longer than the others a straggler needs, at least."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that needs longer for its own part of a step than the others."""
+    """A rank that needs more time than the others for its own part of a step."""
 
     rank: int
     node_id: str
     own_s: float
+    """Time for its own part of a step, without waiting for others."""
     others_s: float
-    """What is usual among the others."""
+    """The median of the other ranks."""
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """A sentence for the operator."""
         return (
             f"rank {self.rank} on {self.node_id} is slow: {self.own_s:.3g} s of each step are its own work, "
             f"{self.others_s:.3g} s the others'"
@@ -31,7 +34,7 @@ class Straggler:
 
 
 def stragglers(view: ClusterView) -> tuple[Straggler, ...]:
-    """Ranks of the current group whose own part of a step takes half as long again as is usual, in rank order."""
+    """Ranks of the current group whose own part of a step takes half again as long as usual, in rank order."""
     group = view.group.value if view.group is not None else None
     if group is None:
         return ()

@@ -1,8 +1,8 @@
-"""What a run's incidents have cost: goodput, and the sentence that a job ends with.
+"""The cost of a run's incidents: goodput, and the summary that a job prints at its end.
 
-Goodput is the share of the time since the first group's first step in which the training got ahead: what was lost
-between a fault and the next first step, and what went into steps that were done again, does not count. It is taken
-from the run's totals, which every incident carries on, so that it holds for incidents that are no longer kept, too.
+Goodput is the share of the time since the first step of the first group that was not downtime. Downtime is the time
+between a fault and the next first step, and the time for replayed steps. Goodput is computed from the totals of the
+run. Each incident continues the totals of the one before, so they include incidents that are no longer stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from agent.core.incident import Incident, Totals
 
 
 def training_since(incident: Incident) -> float:
-    """When the run's first group made its first step, as far as this incident can tell. Wall clock, as `began_at`."""
+    """When the first group of the run made its first step, as far as known from this incident. Wall clock."""
     if not incident.is_first_start:
         return incident.began_at
     phases = incident.phases
@@ -20,45 +20,50 @@ def training_since(incident: Incident) -> float:
 
 
 def goodput(totals: Totals, began_at: float, now: float) -> float:
-    """Of the time from `began_at` to `now`, the share in which the training got ahead: 0 to 1."""
+    """The share of the time from `began_at` to `now` that was not downtime, from 0 to 1."""
     whole_s = now - began_at
     if whole_s <= 0.0:
         return 1.0
-    return min(1.0, max(0.0, 1.0 - totals.lost_s / whole_s))
+    return min(1.0, max(0.0, 1.0 - totals.downtime_s / whole_s))
 
 
 def summary(totals: Totals, began_at: float, now: float, *, has_failed: bool = False, commits: bool = True) -> str:
-    """`3 incidents cost 14.2 s; goodput 97.1 %; 12 steps were done again`.
+    """`3 incidents cost 14.2 s; goodput 97.1 %; 12 replayed steps`.
 
     Args:
-        totals: of the run, with its last incident.
+        totals: totals of the run, including its last incident.
         began_at: when its first step was made (`training_since`): wall clock, seconds since 1970.
         now: when the job ended, on the same clock.
-        has_failed: what the last group lost is in no total, so there is no goodput.
-        commits: whether the script tells of its steps; else nobody knows what it did again.
+        has_failed: the job failed. The totals do not include what the last group lost, so goodput is not known.
+        commits: the script commits steps. Otherwise the number of replayed steps is not known.
     """
     if totals.incidents == 0:
         return "no incidents before that" if has_failed else "no incidents; goodput 100.0 %"
     parts = [f"{count(totals.incidents, 'incident')} {'before that ' if has_failed else ''}cost"]
-    parts[0] += f" {duration(totals.lost_s)}"
+    parts[0] += f" {duration(totals.downtime_s)}"
     if not has_failed:
         share = percent(goodput(totals, began_at, now))
         parts.append(f"goodput {share}" if commits else f"goodput {share} at most")
-    if totals.redone:
-        parts.append(f"{count(totals.redone, 'step')} {'was' if totals.redone == 1 else 'were'} done again")
+    if totals.replayed_steps:
+        parts.append(replayed(totals.replayed_steps))
     else:
-        parts.append("no step was lost" if commits else "what was done again is not known: the script commits no steps")
+        parts.append("no step was lost" if commits else "replayed steps are not known: the script commits no steps")
     return "; ".join(parts)
 
 
 def percent(share: float) -> str:
-    """`97.1 %`; rounded down, so that 100 % means that nothing was lost."""
+    """`97.1 %`. Rounded down, so that 100 % means no downtime."""
     return f"{int(share * 1000 + 1e-6) / 10:.1f} %"
 
 
 def count(number: int, what: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def replayed(steps: int) -> str:
+    """`1 replayed step`, `2 replayed steps`."""
+    return count(steps, "replayed step")
 
 
 def duration(seconds: float) -> str:

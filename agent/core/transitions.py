@@ -16,7 +16,7 @@ from agent.core.model import Clock, ClusterView, Group, Identity, Inventory, Qui
 
 @dataclass(frozen=True)
 class WorkerObservations:
-    """What was observed of the workers, except how they ended."""
+    """What was observed of the workers, except their exits."""
 
     group: int = 0
     """Number of the newest group that was seen."""
@@ -26,6 +26,7 @@ class WorkerObservations:
     paced: ev.StepTimeChanged | None = None
     stalled: ev.RanksStalled | None = None
     clocks: tuple[Clock, ...] = ()
+    """How the clocks of other nodes compare to this node's."""
 
     @property
     def step_s(self) -> float:
@@ -52,7 +53,7 @@ class WorkerObservations:
         return self if number <= self.group else replace(self, group=number, seen_at=now)
 
     def keep_clocks(self, groups: tuple[Group | None, ...]) -> WorkerObservations:
-        """Forget the clocks of all nodes outside these groups, since in a long job many nodes come and go."""
+        """Keep only the clocks of members of these groups. In a long job many nodes come and go."""
         here = {member.identity for group in groups if group is not None for member in group.members}
         return replace(self, clocks=tuple(clock for clock in self.clocks if clock.who in here))
 
@@ -66,19 +67,19 @@ def due_status(
     me: Identity,
     now: float,
 ) -> fx.WriteStatus | None:
-    """Return the write that this node's status needs; None if what is written is as it should be.
+    """Return the write that the status of this node needs. None: the record in etcd is as it should be.
 
     Args:
-        written: what etcd has of it.
-        workers: of this node.
-        observed: how these do.
+        written: the status record in etcd.
+        workers: the workers of this node.
+        observed: what was observed of them.
         copies: the snapshots that this node holds in memory.
-        view: of the job; a member reports only while its group is the current one.
-        me: this node.
+        view: the newest view. A member reports only while its group is the current one.
+        me: the identity of this node.
         now: monotonic, in seconds.
     """
     group = view.group
-    if group is None or workers.is_told_to_end or not group.value.number == workers.group == observed.group:
+    if group is None or workers.is_asked_to_end or not group.value.number == workers.group == observed.group:
         return None
     if group.value.node_rank(me) is None:  # the workers are of an earlier incarnation
         return None

@@ -108,7 +108,7 @@ def _outage(incident: Incident, following: Incident | None, now: float, *, repor
         began_at=began_at(incident),
         stopped_at=stopped_at,
         ended_at=ended_at,
-        downtime_by_phase={**by_phase, REPLAY: incident.redone * incident.step_s},
+        downtime_by_phase={**by_phase, REPLAY: incident.replayed_steps * incident.step_s},
     )
 
 
@@ -131,12 +131,16 @@ def run_statistics(incidents: Sequence[Incident], now: float, *, has_ended: bool
     last = counted[-1] if counted else None
     if last is not None and last.ended_at is None and not has_ended:
         open_s = last.downtime_s - last.incident.phases.total_s - last.downtime_by_phase[REPLAY]
-        totals = Totals(incidents=totals.incidents, lost_s=totals.lost_s + max(0.0, open_s), redone=totals.redone)
+        totals = Totals(
+            incidents=totals.incidents,
+            downtime_s=totals.downtime_s + max(0.0, open_s),
+            replayed_steps=totals.replayed_steps,
+        )
     since = training_since(incidents[-1])
     return RunStatistics(
         incidents=totals.incidents,
-        downtime_s=totals.lost_s,
-        replayed_steps=totals.redone,
+        downtime_s=totals.downtime_s,
+        replayed_steps=totals.replayed_steps,
         goodput=goodput(totals, since, now),
         by_cause=_by_cause(counted),
         downtime_by_phase={name: sum(each.downtime_by_phase[name] for each in counted) for name in DOWNTIME_PHASES},
@@ -148,6 +152,6 @@ def _by_cause(counted: Sequence[Outage]) -> tuple[CauseCost, ...]:
     for cause in get_args(Cause):
         same = [each for each in counted if each.incident.cause == cause]
         if same:
-            replayed = sum(each.incident.redone for each in same)
+            replayed = sum(each.incident.replayed_steps for each in same)
             costs.append(CauseCost(cause, len(same), sum(each.downtime_s for each in same), replayed))
     return tuple(sorted(costs, key=lambda each: (-each.downtime_s, each.cause)))

@@ -15,15 +15,13 @@ from rich.text import Text
 
 from agent.core.incident import Incident, IncidentMember, Phases, WorkerEnd
 from agent.core.messages import SHOWN_S, cause_of, consequences, how_it_ended, how_near, listed, rivals, spent
-from agent.core.totals import count, duration
+from agent.core.totals import count, duration, replayed
 
 _PHASES = tuple(name.removesuffix("_s").replace("_", " ") for name in Phases.__struct_fields__)
 _MAX_MEMBERS_NAMED = 4
 """A group with more members shows their number."""
 _WIDTH = 160
 """Width of the table in characters if the output is not a terminal."""
-_JSON_NAMES = {"redone": "replayed_steps", "lost_s": "downtime_s"}
-"""Fields of the records that have another name in JSON output."""
 
 
 def incident_json(incident: Incident) -> dict[str, Any]:
@@ -31,15 +29,10 @@ def incident_json(incident: Incident) -> dict[str, Any]:
 
     `seconds` is the sum of its phases; `is_complete` says whether the group's first step was observed.
     """
-    data: dict[str, Any] = _renamed(msgspec.to_builtins(incident))
-    data["before"] = _renamed(data["before"])
+    data: dict[str, Any] = msgspec.to_builtins(incident)
     data["seconds"] = incident.phases.total_s
     data["is_complete"] = incident.phases.is_complete
     return data
-
-
-def _renamed(record: dict[str, Any]) -> dict[str, Any]:
-    return {_JSON_NAMES.get(name, name): value for name, value in record.items()}
 
 
 # The table of `history`
@@ -69,7 +62,7 @@ def _cells(incident: Incident, phases: Sequence[str]) -> list[Text]:
         cause_of(incident),
         *(f"{known[name]:.2f}" if name in known else "" for name in phases),
         f"{incident.phases.total_s:.2f}" + ("" if incident.phases.is_complete else "+") if known else "",
-        str(incident.redone or ""),
+        str(incident.replayed_steps or ""),
         ", ".join(names) if len(names) <= _MAX_MEMBERS_NAMED else count(len(names), "node"),
     ]
     return [Text(cell) for cell in cells]
@@ -205,23 +198,18 @@ def _where_it_resumed(incident: Incident) -> str:
     resumed = f"Training resumed after step {incident.step}"
     if incident.is_first_start or not incident.phases.is_complete:  # replayed steps are known once all ranks have begun
         return f"{resumed}."
-    if not incident.redone:
+    if not incident.replayed_steps:
         return f"{resumed}; no step was replayed."
-    work = f" ({duration(incident.redone * incident.step_s)} of work)" if incident.step_s else ""
-    return f"{resumed}; {replayed(incident.redone)}{work}."
-
-
-def replayed(steps: int) -> str:
-    """`3 replayed steps`."""
-    return count(steps, "replayed step")
+    work = f" ({duration(incident.replayed_steps * incident.step_s)} of work)" if incident.step_s else ""
+    return f"{resumed}; {replayed(incident.replayed_steps)}{work}."
 
 
 def _totals(incident: Incident) -> list[str]:
     if incident.is_first_start:
         return []
     totals = incident.totals
-    steps = f" and {replayed(totals.redone)}" if totals.redone else ""
-    return [f"The run so far: {count(totals.incidents, 'incident')}, {duration(totals.lost_s)} of downtime{steps}."]
+    steps = f" and {replayed(totals.replayed_steps)}" if totals.replayed_steps else ""
+    return [f"The run so far: {count(totals.incidents, 'incident')}, {duration(totals.downtime_s)} of downtime{steps}."]
 
 
 def _capitalized(sentence: str) -> str:

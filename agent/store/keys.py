@@ -113,7 +113,7 @@ class JobKeys:
 
     @property
     def handoff(self) -> str:
-        """The wish that all ranks of the group stop after a common step."""
+        """The request that all ranks of the group stop after a common step."""
         return self.prefix + "handoff"
 
     @property

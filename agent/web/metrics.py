@@ -76,9 +76,9 @@ class Counters:
     def _count(self, incident: Incident) -> None:
         self._incidents.labels(self._job_id, incident.cause).inc()
         self._downtime.labels(self._job_id, incident.cause).inc(
-            incident.phases.total_s + incident.redone * incident.step_s
+            incident.phases.total_s + incident.replayed_steps * incident.step_s
         )
-        self._replayed.labels(self._job_id).inc(incident.redone)
+        self._replayed.labels(self._job_id).inc(incident.replayed_steps)
         for name in Phases.__struct_fields__:
             seconds = getattr(incident.phases, name)
             if seconds is not None:

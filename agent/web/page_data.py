@@ -138,7 +138,7 @@ def _incident(outage: Outage, before: Outage | None) -> PageIncident:
         began_at=outage.began_at,
         downtime_s=0.0 if incident.is_first_start else outage.downtime_s,
         step=incident.step,
-        replayed_steps=incident.redone,
+        replayed_steps=incident.replayed_steps,
         members=len(incident.members),
         downtime_by_phase={name: seconds for name, seconds in outage.downtime_by_phase.items() if seconds > 0.0},
         sentences=list(explain(incident, before.incident if before is not None else None)),

@@ -59,7 +59,7 @@ def _trace(tracer: Tracer, incident: Incident) -> None:
         "group": incident.group,
         "cause": incident.cause,
         "reason": incident.reason,
-        "replayed_steps": incident.redone,
+        "replayed_steps": incident.replayed_steps,
     }
     span = tracer.start_span(f"incident: {incident.cause}", start_time=_ns(start), attributes=attributes)
     within = set_span_in_context(span)

@@ -151,7 +151,7 @@ class Recovery:
         if job.launcher is OURS:
             _comes_true(is_complete, _TOLD_WITHIN_S)
         told = [each for each in read_incidents(self._store, keys) if each.group > group]
-        kept = ("group", "cause", "reason", "phases", "redone")
+        kept = ("group", "cause", "reason", "phases", "replayed_steps")
         return tuple({name: msgspec.to_builtins(getattr(each, name)) for name in kept} for each in told)
 
 

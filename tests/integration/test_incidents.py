@@ -119,7 +119,7 @@ def test_a_worker_that_ends_is_named_with_its_reason(failing: Callable[..., Fail
     if kind == "segfault":
         assert "disturb" in failure.tail, "the stack of the crash"
     assert incident.step <= failing_job.STEP
-    assert incident.redone == failing_job.STEP - incident.step
+    assert incident.replayed_steps == failing_job.STEP - incident.step
     job.finish()
     job.assert_result()
     assert incident.phases.total_s < PATIENCE_S

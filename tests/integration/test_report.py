@@ -64,7 +64,7 @@ def made(tmp_path: Path) -> Path:
     """A report of records whose texts are markup."""
     run = Run("a", "b", "c")
     failed = ended("b", 1, error=_EVIL, traceback=f"Traceback (most recent call last):\n{_EVIL}")
-    run.add("failed", 60.0, ("a", "b", "c"), ended=(failed,), redone=3, step_s=0.5, step=12)
+    run.add("failed", 60.0, ("a", "b", "c"), ended=(failed,), replayed_steps=3, step_s=0.5, step=12)
     run.add("lost", 120.0, ("a", "c"), reason=f"lost b {_EVIL}")
     story = run.history(300.0, job_id=_EVIL)
     path = tmp_path / "report.html"

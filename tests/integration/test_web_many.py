@@ -85,7 +85,14 @@ def history() -> list[Incident]:
             NAMES[number], NPROC * number, traceback="Traceback (most recent call last):\nValueError: no\n" * 9
         )
         run.add(
-            "failed", 600.0 * number, tuple(NAMES), ended=(failed,), phases=RESTART, redone=1, step_s=0.1, step=number
+            "failed",
+            600.0 * number,
+            tuple(NAMES),
+            ended=(failed,),
+            phases=RESTART,
+            replayed_steps=1,
+            step_s=0.1,
+            step=number,
         )
     return run.incidents
 

@@ -136,7 +136,7 @@ class Incidents:
         least = last.totals if incident.group > last.group else last.before
         for name in least.__struct_fields__:
             assert getattr(before, name) >= getattr(least, name) - 1e-9, f"{name} shrinks: {incident} after {last}"
-        lost_s = incident.totals.lost_s - incident.totals.redone * incident.step_s
+        lost_s = incident.totals.downtime_s - incident.totals.replayed_steps * incident.step_s
         has_time = lost_s <= self._cluster.now - _STARTED_AT + _SOON_S
         assert has_time or self._cluster.has_jumped, f"more is lost than there was time: {incident}"
 
@@ -177,7 +177,7 @@ class Incidents:
         members = [self._cluster.by_serial[member.link].ranks for member in group.members]
         assert incident.step == _step(self._cluster.resume), incident
         redone = max(0, max(ranks.before for ranks in members) - incident.step)
-        assert incident.redone == redone, f"{redone} steps were done again: {incident}"
+        assert incident.replayed_steps == redone, f"{redone} steps were done again: {incident}"
         if self._cluster.has_jumped:
             return
         lost_s = incident.phases.total_s

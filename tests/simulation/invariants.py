@@ -121,12 +121,12 @@ class Invariants:
         self._has_lost_data = True
 
     def _known(self) -> list[CachedRecords]:
-        return [a.state.known for a in self._cluster.agents if not a.is_gone and a.state.known is not None]
+        return [a.state.cached for a in self._cluster.agents if not a.is_gone and a.state.cached is not None]
 
     def is_known(self) -> bool:
         """Whether agents that are not about to leave know the last group and the last commit."""
         stay = [agent.state for agent in self._cluster.agents if not agent.is_gone and agent.state.drain_until is None]
-        known = [state.known for state in stay if state.known is not None]
+        known = [state.cached for state in stay if state.cached is not None]
         number = max((each.number for each in known), default=0)
         count = max((each.checkpoint.number for each in known if each.checkpoint is not None), default=0)
         return (number, count) == (max(self.groups, default=0), max(self.commits, default=0))

@@ -13,7 +13,7 @@ from statuses import statuses
 from agent.core import cached_records, fence, lineage, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.apply_event import left
+from agent.core.apply_event import leave_as_asked
 from agent.core.budget import agent_exit_code, describe
 from agent.core.causes import with_late
 from agent.core.incident import Incident, Phases, Totals, TransitionReport, WorkerEnd
@@ -110,21 +110,21 @@ def test_nothing_is_on_a_lineage_that_has_not_begun() -> None:
 
 def test_what_was_told_of_an_older_group_says_nothing_of_this_one() -> None:
     workers = LocalWorkers(group=2)
-    assert workers.absorb(ev.WorkersGone(1), 0.0) is workers
+    assert workers.apply_event(ev.WorkersGone(1), 0.0) is workers
 
 
 def test_what_an_agent_kills_is_no_failure() -> None:
     workers = LocalWorkers(group=2, count=2, is_alive=True, is_killed=True)
-    assert not workers.absorb(ev.WorkerExited(2, 1, None, 9, "", 0, 0.0), 0.0).failures
-    assert workers.absorb(ev.WorkerExited(2, 1, 1, None, "its own", 0, 0.0), 0.0).failures
+    assert not workers.apply_event(ev.WorkerExited(2, 1, None, 9, "", 0, 0.0), 0.0).failures
+    assert workers.apply_event(ev.WorkerExited(2, 1, 1, None, "its own", 0, 0.0), 0.0).failures
 
 
 def test_a_checkpoint_that_cannot_be_read_is_no_broken_connection() -> None:
     """Although the server that has it may refuse connections."""
     workers = LocalWorkers(group=2, count=2, is_alive=True, cause_until=1.0)
     away = ev.WorkerExited(2, 0, 1, None, "Connection refused", 0, 0.0)
-    assert workers.absorb(away, 0.0).awaits_cause(0.0)
-    unreadable = workers.absorb(replace(away, unreadable="/ckpt: Connection refused"), 0.0)
+    assert workers.apply_event(away, 0.0).awaits_cause(0.0)
+    unreadable = workers.apply_event(replace(away, unreadable="/ckpt: Connection refused"), 0.0)
     assert not unreadable.awaits_cause(0.0)
     told = exit_report(unreadable, Identity("a", "i"), 0.0, (), 0.0)
     assert told is not None
@@ -286,7 +286,7 @@ def test_of_two_runs_that_nodes_remember_the_one_that_got_further_is_restored() 
     node = cluster.start("a").state.node
     far = CachedRecords(spec=SPEC, group=view_of_group(3, begun=3).group.value)
     for known in ((far, CachedRecords(spec=msgspec.structs.replace(SPEC, run="other"), group=None)), (far, far)):
-        nodes = tuple(Stored(msgspec.structs.replace(node, known=each), 1, 1) for each in known)
+        nodes = tuple(Stored(msgspec.structs.replace(node, cached=each), 1, 1) for each in known)
         lost = cached_records.lost_data(ClusterView(9, is_whole=True, nodes=nodes))
         assert lost == far
 
@@ -298,7 +298,7 @@ def test_what_an_old_backup_was_given_since_is_not_written_over() -> None:
     second = msgspec.structs.replace(first, number=2)
     node = Cluster(0, np=(1, 1)).start("a").state.node
     told = CachedRecords(spec=SPEC, group=view_of_group(2, begun=2).group.value, resume=resume, checkpoint=first)
-    nodes = (Stored(msgspec.structs.replace(node, known=told), 1, 1),)
+    nodes = (Stored(msgspec.structs.replace(node, cached=told), 1, 1),)
     shown = replace(view_of_group(1, begun=1), nodes=nodes, checkpoint=Stored(second, 4, 4))
     lost = cached_records.lost_data(shown)
     assert lost is not None
@@ -311,7 +311,7 @@ def test_what_was_restored_is_not_restored_again() -> None:
     assert shown.group is not None
     assert shown.resume is not None
     told = CachedRecords(spec=SPEC, group=shown.group.value, resume=shown.resume.value)
-    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, known=told)
+    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, cached=told)
     nodes = (Stored(node, 1, 1),)
     assert cached_records.lost_data(replace(view_of_group(1, begun=1), nodes=nodes)) == told
     assert cached_records.lost_data(replace(shown, nodes=nodes)) is None
@@ -352,7 +352,7 @@ def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
     came = Observations(group=2, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=110.0)
     following = msgspec.structs.replace(group, number=3)
     drafted = open_incident(following, view, (), came, 112.0)
-    assert drafted.before.lost_s == 11.0
+    assert drafted.before.downtime_s == 11.0
     assert drafted.phases.total_s == 1.0
     newcomer = replace(came, not_before=float("-inf"))
     assert open_incident(following, view, (), newcomer, 112.0).phases.total_s == 11.0
@@ -419,8 +419,8 @@ def test_an_agent_that_an_operator_drained_was_not_preempted() -> None:
     cluster = Cluster(0, np=(1, 1), policy=replace(POLICY, preempted_code=75))
     state = cluster.start("a").state
     drained = msgspec.structs.replace(SPEC, drained=(state.identity,))
-    assert left(replace(state, known=CachedRecords(spec=drained, group=None))).code == 0
-    assert left(replace(state, known=CachedRecords(spec=SPEC, group=None))).code == 75
+    assert leave_as_asked(replace(state, cached=CachedRecords(spec=drained, group=None))).code == 0
+    assert leave_as_asked(replace(state, cached=CachedRecords(spec=SPEC, group=None))).code == 75
 
 
 def test_a_copy_is_begun_from_only_if_all_of_it_is_held() -> None:

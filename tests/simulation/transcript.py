@@ -179,7 +179,7 @@ class Transcript:
             return
         ended = f", {_ended(incident.ended)}" if last is not None and incident.ended != last.ended else ""
         times = f", {_phases(incident)}" if self.has_times else ""
-        yield f"incident {incident.group}: replayed {incident.redone}{ended}{times}"
+        yield f"incident {incident.group}: replayed {incident.replayed_steps}{ended}{times}"
 
     # Agents
 
@@ -214,7 +214,7 @@ class Transcript:
             self.name("waits", agent.name)
 
     def _on_slow(self, agent: Agent) -> None:
-        (number, ranks), last = agent.state.said_slow, self._slow.get(agent.serial, (0, ()))
+        (number, ranks), last = agent.state.announced_slow, self._slow.get(agent.serial, (0, ()))
         self._slow[agent.serial] = number, ranks
         for rank in ranks:
             if number != last[0] or rank not in last[1]:
@@ -238,8 +238,8 @@ def _seen(agent: Agent) -> tuple[tuple[str, ...], float | None]:
         return (), None
     idle = _idle(agent.state.view)
     told = {
-        "sees lost data": seen.known_since is not None,
-        "sees a partition": seen.parted_since is not None,
+        "sees lost data": seen.data_lost_since is not None,
+        "sees a partition": seen.partitioned_since is not None,
         f"sees a standstill of {idle}": bool(idle),
         "sees a hang": seen.stalled_since is not None,
     }
@@ -299,8 +299,8 @@ def _node(node: Node, last: Node | None) -> Iterator[str]:
 
 def _says(node: Node) -> tuple[bool, bool, bool, int, int]:
     """The fields of a node that decisions rest on, besides its place."""
-    known = node.known.number if node.known is not None else 0
-    return node.is_draining, bool(node.unfit), node.is_warming, known, node.heard
+    known = node.cached.number if node.cached is not None else 0
+    return node.is_draining, bool(node.unfit), node.is_warming, known, node.reachable_group
 
 
 def _group(group: Group, incident: Incident | None) -> str:

@@ -48,7 +48,7 @@ class Watcher:
         has_moved, self._made = world.made != self._made, world.made
         self._quiet_s = 0.0 if has_moved or not is_due else self._quiet_s + passed_s
         limit_s = self._world.hang_limit_s * (1.0 if world.made else _FIRST)
-        soon_s = self._agent.state.looking.after_s
+        soon_s = self._agent.state.hang_threshold.after_s
         soon_s = limit_s if soon_s is None or not world.made else min(soon_s, limit_s)
         stage = self._stage_of(self._quiet_s / limit_s, is_suspicious=self._quiet_s >= soon_s)
         if stage != self._stage:

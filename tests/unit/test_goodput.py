@@ -13,8 +13,8 @@ from agent.observe.goodput import DOWNTIME_PHASES, REPLAY
 
 def test_downtime_is_summed_by_phase_and_by_cause() -> None:
     run = Run("a", "b")
-    run.add("failed", 50.0, ("a", "b"), redone=4, step_s=0.5)
-    run.add("lost", 100.0, ("a",), redone=2, step_s=0.5)
+    run.add("failed", 50.0, ("a", "b"), replayed_steps=4, step_s=0.5)
+    run.add("lost", 100.0, ("a",), replayed_steps=2, step_s=0.5)
     run.add("failed", 150.0, ("a",))
     statistics = run.history(203.0).statistics
     assert [(each.cause, each.incidents, each.downtime_s, each.replayed_steps) for each in statistics.by_cause] == [
@@ -37,13 +37,13 @@ def test_the_first_start_costs_nothing() -> None:
 
 def test_the_statistics_equal_those_in_the_summary_of_the_result() -> None:
     run = Run("a", "b")
-    last = run.add("failed", 50.0, ("a", "b"), redone=4, step_s=0.5)
+    last = run.add("failed", 50.0, ("a", "b"), replayed_steps=4, step_s=0.5)
     said = summary(last.totals, training_since(run.incidents[0]), BEGAN_AT + 103.0)
     result = Result(
         run="r1", group=2, succeeded=True, exit_code=0, reason="all done", summary=said, at=BEGAN_AT + 103.0
     )
     statistics = run.history(5000.0, result=result).statistics
-    assert said == "1 incident cost 5.5 s; goodput 94.5 %; 4 steps were done again"
+    assert said == "1 incident cost 5.5 s; goodput 94.5 %; 4 replayed steps"
     assert statistics.goodput == pytest.approx(0.945), "it does not change after the end"
 
 

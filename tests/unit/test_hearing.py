@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.model import ClusterView, Group, Identity, Member, Stored, Suspicion
-from agent.core.reachability import deaf, doubtful, is_examined, parted, together
+from agent.core.reachability import (
+    choose_connected,
+    is_examined,
+    partitioned,
+    reported_silent,
+    unreachable_from_outside,
+)
 
 NAMES = "abcdefghijkl"
 
@@ -26,7 +32,7 @@ def pairs(*names: str) -> frozenset[frozenset[Identity]]:
     return frozenset(frozenset(Identity(name, "i") for name in pair) for pair in names)
 
 
-def view_of(names: str, *said: str, has_heard: str = NAMES) -> ClusterView:
+def view_of(names: str, *said: str, has_had_link: str = NAMES) -> ClusterView:
     """A group of these, where the first of each pair says that it does not hear the second."""
     group = Group(
         run="r",
@@ -45,7 +51,7 @@ def view_of(names: str, *said: str, has_heard: str = NAMES) -> ClusterView:
             by_node_id=who,
             by_incarnation="i",
             is_lost=False,
-            has_heard=who in has_heard,
+            has_had_link=who in has_had_link,
             why="",
         )
         for who, whom in said
@@ -61,7 +67,7 @@ def going_on(
     need: int = 1,
     doubts: frozenset[frozenset[Identity]] = frozenset(),
 ) -> str:
-    found = together(members(names), apart, {Identity(name, "i") for name in kept}, need, doubts)
+    found = choose_connected(members(names), apart, {Identity(name, "i") for name in kept}, need, doubts)
     return "".join(member.node_id for member in found)
 
 
@@ -72,19 +78,23 @@ def split(*pieces: str) -> frozenset[frozenset[Identity]]:
 
 
 def test_members_are_parted_by_what_both_say_of_each_other() -> None:
-    assert parted(view_of("abc", "ab", "ba", "bc")) == pairs("ab")
-    assert parted(view_of("abc", "ab", "ba", has_heard="b")) == pairs("ab")
-    assert parted(view_of("abc", "ab", "ba", has_heard="c")) == frozenset(), "a firewall may be all that is wrong"
-    assert parted(ClusterView(9, is_whole=True)) == frozenset()
+    assert partitioned(view_of("abc", "ab", "ba", "bc")) == pairs("ab")
+    assert partitioned(view_of("abc", "ab", "ba", has_had_link="b")) == pairs("ab")
+    assert partitioned(view_of("abc", "ab", "ba", has_had_link="c")) == frozenset(), (
+        "a firewall may be all that is wrong"
+    )
+    assert partitioned(ClusterView(9, is_whole=True)) == frozenset()
 
 
 def test_a_node_outside_is_deaf_by_what_it_says() -> None:
     view = view_of("ab", "ca", "cd", "ac", "ab")
-    assert deaf(view) == pairs("ca")
-    assert parted(view) == frozenset()
-    assert deaf(ClusterView(9, is_whole=True)) == frozenset()
+    assert unreachable_from_outside(view) == pairs("ca")
+    assert partitioned(view) == frozenset()
+    assert unreachable_from_outside(ClusterView(9, is_whole=True)) == frozenset()
     lost = tuple(replace(each, value=msgspec.structs.replace(each.value, is_lost=True)) for each in view.suspects)
-    assert deaf(replace(view, suspects=lost)) == frozenset(), "that one is gone, and not out of hearing"
+    assert unreachable_from_outside(replace(view, suspects=lost)) == frozenset(), (
+        "that one is gone, and not out of hearing"
+    )
 
 
 def test_all_find_out_whom_they_hear_while_a_member_is_silent_to_another_and_they_are_not_too_many() -> None:
@@ -120,10 +130,10 @@ def test_enough_then_the_most_members_then_the_most_then_the_first_go_on(
 
 def test_of_two_that_accuse_each_other_the_one_that_the_others_do_not_hear_is_left_out() -> None:
     deaf_b = view_of("abcd", "bc", "cb", "ab", "db")
-    assert parted(deaf_b) == pairs("bc")
-    assert doubtful(deaf_b) == pairs("bc", "ab", "bd")
-    assert going_on("abcd", parted(deaf_b), doubts=doubtful(deaf_b)) == "acd"
-    assert going_on("abcd", parted(deaf_b)) == "abd", "the first, where nobody else says anything"
+    assert partitioned(deaf_b) == pairs("bc")
+    assert reported_silent(deaf_b) == pairs("bc", "ab", "bd")
+    assert going_on("abcd", partitioned(deaf_b), doubts=reported_silent(deaf_b)) == "acd"
+    assert going_on("abcd", partitioned(deaf_b)) == "abd", "the first, where nobody else says anything"
 
 
 @pytest.mark.parametrize(

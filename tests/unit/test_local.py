@@ -49,23 +49,23 @@ def exited(local_rank: int, code: int, tail: str) -> ev.WorkerExited:
 
 
 def test_a_consequence_waits_a_moment_for_its_cause() -> None:
-    workers = running().absorb(exited(1, 1, "Connection closed by peer"), 0.0)
+    workers = running().apply_event(exited(1, 1, "Connection closed by peer"), 0.0)
     workers, effects = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
     assert effects == ()
     assert workers.awaits_cause(10.1)
-    workers = workers.absorb(exited(0, 93, "do not restart"), 0.0)
+    workers = workers.apply_event(exited(0, 93, "do not restart"), 0.0)
     assert not workers.awaits_cause(10.2), "the cause has shown itself"
     assert follow_group(workers, GROUP, ME, SPEC, 10.2, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
 def test_a_cause_that_does_not_show_is_not_waited_for_long() -> None:
-    workers = running().absorb(exited(1, 1, "Connection reset by peer"), 0.0)
+    workers = running().apply_event(exited(1, 1, "Connection reset by peer"), 0.0)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
     assert follow_group(workers, GROUP, ME, SPEC, 11.5, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
 def test_a_cause_of_its_own_kills_the_others_at_once() -> None:
-    workers = running().absorb(exited(0, 1, "ValueError"), 0.0)
+    workers = running().apply_event(exited(0, 1, "ValueError"), 0.0)
     assert follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
@@ -97,9 +97,9 @@ def still(number: int, *, is_shared: bool, group: int = 1) -> ev.RanksQuiesced:
 
 
 def test_a_standstill_is_told_once_the_neighbours_have_their_parts() -> None:
-    workers = running().note_stood(still(3, is_shared=False), 11.0)
+    workers = running().note_quiesced(still(3, is_shared=False), 11.0)
     assert told(workers, 10.0) is None
-    shared = workers.note_stood(still(3, is_shared=True), 99.0)
+    shared = workers.note_quiesced(still(3, is_shared=True), 99.0)
     assert told(shared, 10.0) == Quiesced(group=1, node_id="a", incarnation="i", number=3, step=8)
     written = done(due(shared, 10.0))
     assert due(shared, 10.0, written) is None, "once"
@@ -108,15 +108,17 @@ def test_a_standstill_is_told_once_the_neighbours_have_their_parts() -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_standstill_that_is_over_is_told_as_late(*, is_shared: bool) -> None:
-    workers = running().note_stood(still(3, is_shared=False), 11.0).note_stood(still(3, is_shared=is_shared), 99.0)
+    workers = (
+        running().note_quiesced(still(3, is_shared=False), 11.0).note_quiesced(still(3, is_shared=is_shared), 99.0)
+    )
     late = told(workers, 11.0)
     assert late is not None
     assert late.is_late
 
 
 def test_another_standstill_has_a_time_of_its_own() -> None:
-    workers = running().note_stood(still(3, is_shared=True), 11.0).note_stood(still(4, is_shared=True), 21.0)
-    first = done(due(running().note_stood(still(3, is_shared=True), 11.0), 10.0))
+    workers = running().note_quiesced(still(3, is_shared=True), 11.0).note_quiesced(still(4, is_shared=True), 21.0)
+    first = done(due(running().note_quiesced(still(3, is_shared=True), 11.0), 10.0))
     stands = told(workers, 20.0, first)
     assert stands is not None
     assert (stands.number, stands.is_late) == (4, False)
@@ -135,7 +137,7 @@ def test_what_is_in_the_record_stays_there_and_the_next_write_compares_its_revis
     assert (first.group_revision, first.status_revision) == (5, 0), "there is none before"
     assert first.status.inventory == Inventory(group=1, node_id="a", incarnation="i", copies=(REPLICA,))
     assert status_with(done(first), ()) is None, "what was held is not told anew"
-    ended = running().absorb(exited(0, 7, "oops"), 0.0).absorb(exited(1, 7, "oops"), 0.0)
+    ended = running().apply_event(exited(0, 7, "oops"), 0.0).apply_event(exited(1, 7, "oops"), 0.0)
     second = due(ended, 20.0, done(first))
     assert second is not None
     assert second.status_revision == 7
@@ -157,13 +159,13 @@ def test_a_record_of_another_group_or_incarnation_is_not_built_on() -> None:
 
 
 def test_a_standstill_of_an_older_group_is_none() -> None:
-    assert told(running().note_stood(still(3, is_shared=True, group=7), 11.0), 10.0) is None
+    assert told(running().note_quiesced(still(3, is_shared=True, group=7), 11.0), 10.0) is None
 
 
 def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_says() -> None:
     """Where the master's store cannot listen, rank 0 also tells of a connection that it never got."""
     workers = follow_group(running(), GROUP, ME, SPEC, 0.0, AT_ONCE)[0]
-    workers = workers.absorb(exited(0, 1, f"EADDRINUSE, port: {workers.master_port}, Connection refused"), 0.0)
+    workers = workers.apply_event(exited(0, 1, f"EADDRINUSE, port: {workers.master_port}, Connection refused"), 0.0)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 20.0, AT_ONCE)
     write = due(workers, 20.0)
@@ -177,8 +179,8 @@ def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_says() -> N
 @pytest.mark.parametrize(("number", "is_told"), [(2, True), (3, False)])
 def test_how_workers_ended_is_told_in_the_group_that_follows(number: int, *, is_told: bool) -> None:
     """In a later one it would be taken for what ended the group before that."""
-    workers = running().absorb(exited(0, 7, "oops"), 0.0)
-    workers = workers.absorb(ev.WorkersGone(1), 1.0)
+    workers = running().apply_event(exited(0, 7, "oops"), 0.0)
+    workers = workers.apply_event(ev.WorkersGone(1), 1.0)
     following = msgspec.structs.replace(GROUP, number=number)
     workers, effects = follow_group(workers, following, ME, SPEC, 2.0, AT_ONCE)
     assert [type(effect) for effect in effects] == [fx.StartWorkers]
@@ -196,7 +198,7 @@ def cause(*exits: ev.WorkerExited) -> Failure:
     """What is reported of these ends."""
     workers = running()
     for each in exits:
-        workers = workers.absorb(each, 0.0)
+        workers = workers.apply_event(each, 0.0)
     write = due(workers, 99.0)
     assert write is not None
     assert write.status.exit is not None

@@ -66,7 +66,7 @@ def test_an_agent_that_does_not_lead_reports_the_leader_that_it_waits_for() -> N
 @pytest.mark.parametrize(
     "state",
     [
-        replace(waiting_state(), known=group_of("a", "b")),
+        replace(waiting_state(), cached=group_of("a", "b")),
         replace(waiting_state(), leaving=Leaving(0, "")),
         replace(waiting_state(), drain_until=1.0),
         replace(waiting_state(), is_store_lost=True),
@@ -81,10 +81,10 @@ def test_no_wait_is_reported_without_one(state: AgentState) -> None:
 def test_each_wait_is_timed_from_its_own_beginning() -> None:
     printed: list[str] = []
     notices = WaitNotices((), printed.append)
-    lost = replace(waiting_state(), known=group_of())
+    lost = replace(waiting_state(), cached=group_of())
     for moment in (0.0, 10.0):
         notices.update(lost, moment)
-    notices.update(replace(waiting_state(), known=group_of("a")), 11.0)
+    notices.update(replace(waiting_state(), cached=group_of("a")), 11.0)
     for moment in (20.0, 29.0, 30.0):
         notices.update(lost, moment)
     assert printed == [f"{REASON} (10 s)", f"{REASON} (10 s)"]

@@ -65,7 +65,7 @@ def run() -> Run:
     first = ended("node-b", 1, error=EVIL, traceback=f"Traceback (most recent call last):\n  {EVIL}\n")
     died = ended("node-a", 0, after_s=0.12, error_s=0.001, is_peer_lost=True, tail="Connection closed by peer")
     either = ended("node-a", 0, after_s=0.001, error_s=0.003, signal=9, exit_code=None, why="memory ran out")
-    made.add("failed", 60.0, ("node-a", "node-b"), ended=(first, died), step=40, redone=3, step_s=0.5)
+    made.add("failed", 60.0, ("node-a", "node-b"), ended=(first, died), step=40, replayed_steps=3, step_s=0.5)
     made.add("failed", 90.0, ("node-a", "node-b"), ended=(first, either), reason=EVIL)
     made.add("lost", 120.0, ("node-a",), reason="lost node-b")
     return made

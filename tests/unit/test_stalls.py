@@ -11,7 +11,7 @@ from statuses import statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.hangs import HEAR_OUT_S, as_report, describe, in_group, is_due, suspects
+from agent.core.hangs import REPORT_WITHIN_S, as_report, describe, in_group, is_due, suspects
 from agent.core.incident import Doing, RankStall, StallReport
 from agent.core.local_workers import LocalWorkers
 from agent.core.member_status import WrittenStatus
@@ -114,8 +114,8 @@ def test_before_a_group_is_ended_all_its_nodes_have_a_moment_to_tell() -> None:
     sightings = observe(Observations(), seen, 100.0)
     early = plan(seen, sightings, POLICY, 100.0)
     assert early.action is None
-    assert early.wake_at == 100.0 + HEAR_OUT_S
-    late = plan(seen, sightings, POLICY, 100.0 + HEAR_OUT_S)
+    assert early.wake_at == 100.0 + REPORT_WITHIN_S
+    late = plan(seen, sightings, POLICY, 100.0 + REPORT_WITHIN_S)
     assert isinstance(late.action, Group)
     whole = view(stalls=(stall("a", "waits", "certain"), stall("b", "sleeps"), stall("c", "waits")))
     at_once = plan(whole, sightings, POLICY, 100.0)

@@ -137,7 +137,7 @@ INCIDENT = Incident(
     members=(IncidentMember(node_id="a", nproc=1),),
     phases=Phases(detect_s=1.0, first_step_s=0.5),
     step_s=0.25,
-    redone=2,
+    replayed_steps=2,
 )
 
 
@@ -147,7 +147,7 @@ def asked(**changed: object) -> ClusterView:
 
 def test_the_incident_of_the_group_is_shown_in_one_line_with_its_phases() -> None:
     view = replace(TRAINING, incident=Stored(INCIDENT, 14, 14))
-    assert "\ngroup 4 after 1.5 s: lost b [/x]; detect 1.0, first step 0.5 s; 2 steps redone\n" in shown(view)
+    assert "\ngroup 4 after 1.5 s: lost b [/x]; detect 1.0, first step 0.5 s; 2 replayed steps\n" in shown(view)
     assert "\na step takes 0.2 s\n" in shown(view)
     assert "cause of this group" not in shown(view)
 

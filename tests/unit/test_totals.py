@@ -18,7 +18,7 @@ def _incident(*, at: float, phases: Phases, before: Totals = Totals(), began_at:
         began_at=began_at,
         members=(IncidentMember(node_id="a", nproc=1),),
         phases=phases,
-        redone=3,
+        replayed_steps=3,
         step_s=0.5,
         before=before,
     )
@@ -29,37 +29,37 @@ def test_a_job_without_incidents_has_lost_nothing() -> None:
 
 
 def test_the_sentence_names_incidents_time_goodput_and_steps() -> None:
-    totals = Totals(incidents=3, lost_s=14.2, redone=12)
-    assert summary(totals, 0.0, 500.0) == "3 incidents cost 14.2 s; goodput 97.1 %; 12 steps were done again"
+    totals = Totals(incidents=3, downtime_s=14.2, replayed_steps=12)
+    assert summary(totals, 0.0, 500.0) == "3 incidents cost 14.2 s; goodput 97.1 %; 12 replayed steps"
 
 
 def test_one_is_not_many() -> None:
-    totals = Totals(incidents=1, lost_s=1.0, redone=1)
-    assert summary(totals, 0.0, 100.0) == "1 incident cost 1.0 s; goodput 99.0 %; 1 step was done again"
+    totals = Totals(incidents=1, downtime_s=1.0, replayed_steps=1)
+    assert summary(totals, 0.0, 100.0) == "1 incident cost 1.0 s; goodput 99.0 %; 1 replayed step"
 
 
 def test_an_incident_that_cost_no_step_says_so() -> None:
-    assert summary(Totals(incidents=1, lost_s=1.0), 0.0, 10.0).endswith("; no step was lost")
+    assert summary(Totals(incidents=1, downtime_s=1.0), 0.0, 10.0).endswith("; no step was lost")
 
 
 def test_what_a_script_without_commits_did_again_is_not_known() -> None:
-    told = summary(Totals(incidents=1, lost_s=1.0), 0.0, 10.0, commits=False)
+    told = summary(Totals(incidents=1, downtime_s=1.0), 0.0, 10.0, commits=False)
     assert told == (
-        "1 incident cost 1.0 s; goodput 90.0 % at most; what was done again is not known: the script commits no steps"
+        "1 incident cost 1.0 s; goodput 90.0 % at most; replayed steps are not known: the script commits no steps"
     )
 
 
 def test_a_failed_job_has_no_goodput() -> None:
     """What its last group lost is counted nowhere."""
     assert summary(Totals(), 0.0, 50.0, has_failed=True) == "no incidents before that"
-    told = summary(Totals(incidents=2, lost_s=1.0, redone=3), 0.0, 10.0, has_failed=True)
-    assert told == "2 incidents before that cost 1.0 s; 3 steps were done again"
+    told = summary(Totals(incidents=2, downtime_s=1.0, replayed_steps=3), 0.0, 10.0, has_failed=True)
+    assert told == "2 incidents before that cost 1.0 s; 3 replayed steps"
 
 
 def test_an_incident_adds_its_phases_and_the_steps_that_were_done_again() -> None:
-    before = Totals(incidents=1, lost_s=2.0, redone=4)
+    before = Totals(incidents=1, downtime_s=2.0, replayed_steps=4)
     totals = _incident(at=200.0, phases=Phases(detect_s=0.5, first_step_s=1.0), before=before).totals
-    assert totals == Totals(incidents=2, lost_s=2.0 + 1.5 + 3 * 0.5, redone=7)
+    assert totals == Totals(incidents=2, downtime_s=2.0 + 1.5 + 3 * 0.5, replayed_steps=7)
     assert goodput(totals, 100.0, 200.0) == pytest.approx(0.95)
 
 
@@ -73,7 +73,7 @@ def test_the_time_counts_from_the_first_step_and_the_first_start_costs_nothing()
 
 def test_goodput_stays_between_none_and_all() -> None:
     """Records of several clocks may claim more than there was."""
-    assert goodput(Totals(incidents=1, lost_s=50.0), 0.0, 10.0) == 0.0
+    assert goodput(Totals(incidents=1, downtime_s=50.0), 0.0, 10.0) == 0.0
     assert goodput(Totals(), 10.0, 10.0) == 1.0
 
 

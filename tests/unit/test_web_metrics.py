@@ -38,7 +38,7 @@ def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
 def run_of_four() -> Run:
     run = Run("a", "b")
     failed = ended("b", 1, error="ValueError: no", traceback="Traceback (most recent call last):\nValueError: no")
-    run.add("failed", 60.0, ("a", "b"), ended=(failed,), redone=3, step_s=0.5, step=12)
+    run.add("failed", 60.0, ("a", "b"), ended=(failed,), replayed_steps=3, step_s=0.5, step=12)
     run.add("lost", 90.0, ("a",))
     run.add("failed", 120.0, ("a",), phases=GOING_ON)
     return run

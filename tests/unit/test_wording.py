@@ -13,7 +13,7 @@ from statuses import Part, statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.announcements import say_news
+from agent.core.announcements import announce
 from agent.core.budget import EXIT_NO_RESTART
 from agent.core.fence import settle
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport, TransitionReport
@@ -53,7 +53,7 @@ def but(record: R, **changed: object) -> R:
 
 SPEC = Spec(run="r", np_min=2, np_max=2, secret="s", changed_by="someone", changed_at=0.0)
 ELASTIC = but(SPEC, np_min=1, np_max=3)
-A, B, C = (but(NODE, node_id=name, link=link, heard=1) for name, link in (("a", 1), ("b", 2), ("c", 3)))
+A, B, C = (but(NODE, node_id=name, link=link, reachable_group=1) for name, link in (("a", 1), ("b", 2), ("c", 3)))
 PAIR = Group(
     run="r",
     number=1,
@@ -113,14 +113,14 @@ def suspect(one: Node, by: Node) -> Stored[Suspicion]:
         by_node_id=by.node_id,
         by_incarnation=by.incarnation,
         is_lost=False,
-        has_heard=True,
+        has_had_link=True,
         why="",
     )
     return Stored(told, 1, 1)
 
 
 STILL = "made no step after step 3 for 6 s:"
-APART = "a and the others do not hear each other; waiting whether a lease ends"
+APART = "a and the others do not reach each other; waiting for a lease to end"
 
 
 def still(node: Node, rank: int, doing: str, stage: str = "suspicious") -> StallReport:
@@ -205,11 +205,11 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("rank 0 on a exited with code 1", view(SPEC, A, B, parts=(report(),))),
         case("rank 0 on a was killed by SIGKILL", view(SPEC, A, B, parts=(report(exit_code=None, signal=9),))),
         case(
-            "rank 0 on a exited with code 1 of a broken connection; is b alive?",
+            "rank 0 on a exited with code 1 of a broken connection; checking the lease of b",
             view(SPEC, A, B, parts=(report(is_peer_lost=True),)),
         ),
         case(
-            "rank 0 on a exited with code 1; is b alive?",
+            "rank 0 on a exited with code 1; checking the lease of b",
             view(SPEC, A, B, parts=(report(),), suspects=(suspect(B, A),)),
         ),
         case(
@@ -234,19 +234,19 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
             view(SPEC, A, B, parts=(still(A, 0, "waits"), still(B, 1, "sleeps"))),
         ),
         case("training on 2 nodes (np 2)", view(SPEC, A, B, parts=(still(A, 0, "waits", "over"),))),
-        # Members do not hear each other.
+        # Members do not reach each other.
         case(
             f"{APART}; rank 0 on a {STILL} it waits for others at t.py:3 in f, and so do all",
             view(ELASTIC, A, B, C, group=TRIO, suspects=CUT, parts=(STEPPED, still(A, 0, "waits"))),
         ),
         # Etcd has lost data, or was away.
         case(
-            "etcd has lost data; waiting for all members to say what they know",
-            replace(view(SPEC, but(A, known=CachedRecords(spec=SPEC, group=PAIR)), B, group=None), spec=None),
+            "etcd has lost data; waiting for all members to publish their cached records",
+            replace(view(SPEC, but(A, cached=CachedRecords(spec=SPEC, group=PAIR)), B, group=None), spec=None),
         ),
         case(
             "etcd had lost data; all members are back",
-            replace(view(SPEC, but(A, known=CachedRecords(spec=SPEC, group=PAIR)), B, group=None), spec=None),
+            replace(view(SPEC, but(A, cached=CachedRecords(spec=SPEC, group=PAIR)), B, group=None), spec=None),
             4.0,
         ),
     ],
@@ -257,14 +257,14 @@ def test_a_plan_has_a_reason(sentence: str, shown: ClusterView, after_s: float, 
 
 
 def test_a_plan_without_the_job_or_after_an_outage_has_a_reason() -> None:
-    lost = "etcd has lost the job; nobody here remembers it"
+    lost = "etcd has lost the job, and no node has it cached"
     assert plan(ClusterView(1, is_whole=True), Observations(), POLICY, 0.0).reason == lost
     shown = view(SPEC, A)
     seen = replace(observe(Observations(), shown, 9.0), outage_ended_at=9.0)
     assert plan(shown, seen, POLICY, 9.0).reason == "etcd was away; waiting for b to return"
 
 
-SETTLED = AgentState(ME, POLICY, known=CachedRecords(spec=SPEC, group=None), said_np="2", said_joined=True)
+SETTLED = AgentState(ME, POLICY, cached=CachedRecords(spec=SPEC, group=None), announced_np="2", has_announced_join=True)
 COMPLETE = Incident(
     run="r",
     group=1,
@@ -279,27 +279,27 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
 @pytest.mark.parametrize(
     ("state", "sentences"),
     [
-        (replace(SETTLED, said_joined=False, view=view(SPEC, A, group=None)), ["joined job job as a"]),
-        (replace(SETTLED, said_np=""), ["the job's np is 2; --np=3 given here is not used"]),
-        (replace(SETTLED, said_np="1"), ["np is now 2 (by someone)"]),
-        (replace(SETTLED, known=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; test"]),
+        (replace(SETTLED, has_announced_join=False, view=view(SPEC, A, group=None)), ["joined job job as a"]),
+        (replace(SETTLED, announced_np=""), ["the job's np is 2; --np=3 given here is not used"]),
+        (replace(SETTLED, announced_np="1"), ["np is now 2 (by someone)"]),
+        (replace(SETTLED, cached=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; test"]),
         (
-            replace(SETTLED, known=CachedRecords(spec=SPEC, group=but(PAIR, members=(A.member,)))),
+            replace(SETTLED, cached=CachedRecords(spec=SPEC, group=but(PAIR, members=(A.member,)))),
             ["group 1: 1 rank on a; test"],
         ),
-        (replace(SETTLED, known=CachedRecords(spec=SPEC, group=WAIT)), ["group 1: nobody trains; lost x"]),
+        (replace(SETTLED, cached=CachedRecords(spec=SPEC, group=WAIT)), ["group 1: no node trains; lost x"]),
         (replace(SETTLED, trouble="no way"), ["a write was not answered: no way"]),
-        (replace(SETTLED, said_trouble="no way"), ["etcd takes writes again"]),
+        (replace(SETTLED, announced_trouble="no way"), ["etcd takes writes again"]),
         (
-            replace(SETTLED, view=LEADS, written=COMPLETE, said_group=1),
+            replace(SETTLED, view=LEADS, written=COMPLETE, announced_group=1),
             ["group 1 after 1.0 s: lost x; first step 1.0 s"],
         ),
     ],
 )
 def test_news_is_told_once(state: AgentState, sentences: list[str]) -> None:
-    state, told = say_news(state, 0.0)
+    state, told = announce(state, 0.0)
     assert told == tuple(fx.Announce(sentence) for sentence in sentences)
-    assert say_news(state, 0.0)[1] == ()
+    assert announce(state, 0.0)[1] == ()
 
 
 def test_a_slow_rank_is_named_with_its_share_of_a_step() -> None:
@@ -398,7 +398,7 @@ def goes(
     )
     known = CachedRecords(spec=SPEC, group=None, checkpoint=committed if saved else None)
     copies = (Replica(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
-    state = replace(NEW, view=view, known=known, copies=copies, leaving=Leaving(0, "left"), has_left=True)
+    state = replace(NEW, view=view, cached=known, copies=copies, leaving=Leaving(0, "left"), has_left=True)
     state = replace(state, workers=workers or LocalWorkers(before=reached))
     _, effects = step(state, ev.Ticked(), 0.0)
     (told,) = [each.sentence for each in effects if isinstance(each, fx.Exit)]
@@ -423,4 +423,4 @@ def test_who_signals_the_ranks_as_well_is_told_what_that_has_cost() -> None:
     assert said.startswith(
         "; 9 steps up to step 9 given up: there is no checkpoint, and SIGTERM ended the ranks before"
     )
-    assert "SIGTERM" not in goes(workers=replace(workers, is_told_to_end=True)), "the agent did that itself"
+    assert "SIGTERM" not in goes(workers=replace(workers, is_asked_to_end=True)), "the agent did that itself"

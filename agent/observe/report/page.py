@@ -9,9 +9,8 @@ from itertools import accumulate
 
 from agent.core.incident import Incident, WorkerEnd
 from agent.core.messages import cause_of, consequences, how_it_ended, how_near, rivals
-from agent.core.totals import count, duration, percent
+from agent.core.totals import count, duration, percent, replayed
 from agent.observe.goodput import DOWNTIME_PHASES, Outage
-from agent.observe.incidents import replayed
 from agent.observe.report.figures import Figures, svg
 from agent.observe.report.palette import DARK, LIGHT, PHASES, is_planned
 from agent.observe.report.run_history import RunHistory, moment
@@ -185,7 +184,9 @@ def _incident(outage: Outage, before: Outage | None, begin: float) -> Html:
         tag("span", incident.cause, class_="cause" if is_planned(incident.cause) else "cause fault"),
         tag("span", cause_of(incident), class_="reason"),
         tag("span", downtime, class_="number downtime"),
-        tag("span", count(incident.redone, "step") if incident.redone else "", class_="number replayed"),
+        tag(
+            "span", count(incident.replayed_steps, "step") if incident.replayed_steps else "", class_="number replayed"
+        ),
     )
     # The id is inside the element that unfolds, so that a link to it unfolds the element.
     body = tag("div", *_incident_body(outage, before), class_="body", id=f"incident-{incident.group}")
@@ -257,7 +258,7 @@ def _members(incident: Incident, before: Incident | None) -> Iterator[str]:
 
 def _where_it_resumed(incident: Incident) -> str:
     resumed = f"after step {incident.step}" if incident.step else "at the start"
-    if not incident.redone:
+    if not incident.replayed_steps:
         return f"{resumed}; no step was replayed." if incident.step else f"{resumed}."
-    work = f" ({duration(incident.redone * incident.step_s)} of work)" if incident.step_s else ""
-    return f"{resumed}; {replayed(incident.redone)}{work}."
+    work = f" ({duration(incident.replayed_steps * incident.step_s)} of work)" if incident.step_s else ""
+    return f"{resumed}; {replayed(incident.replayed_steps)}{work}."
