@@ -77,7 +77,7 @@ class Talks(Job):
         """Follow the logs; return the process, and the file with its output."""
         shown = self.directory / "followed"
         with shown.open("wb") as out:
-            argv = [sys.executable, "-c", FOLLOW, "logs", *self._where(), "--follow", *options]
+            argv = [sys.executable, "-c", FOLLOW, "logs", *self._job_options(), "--follow", *options]
             process = subprocess.Popen(argv, cwd=self.directory, stdout=out)
         try:
             yield process, shown
@@ -87,7 +87,7 @@ class Talks(Job):
 
     @property
     def _logs(self) -> list[str]:
-        return [sys.executable, "-m", "agent", "logs", *self._where()]
+        return [sys.executable, "-m", "agent", "logs", *self._job_options()]
 
     def tell_to(self, do: str) -> None:
         (self.directory / do).touch()

@@ -107,8 +107,8 @@ class Bench:
         return shown
 
     def wait_told(self, text: str) -> StandbyChanged:
-        wait_for(lambda: any(text in told.told for told in self.told), f"{text!r}; there is {self.told}", DEADLINE_S)
-        return next(told for told in reversed(self.told) if text in told.told)
+        wait_for(lambda: any(text in told.summary for told in self.told), f"{text!r}; there is {self.told}", DEADLINE_S)
+        return next(told for told in reversed(self.told) if text in told.summary)
 
     def standby(self, rank: int = 0) -> int:
         """Return the process id of a warm standby."""
@@ -409,11 +409,11 @@ def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monke
     monkeypatch.setattr(standbys, "_RETRY_S", 0.05)
     bench = make()
     wait_for(lambda: len(looks) > 5, "looks", DEADLINE_S)
-    told = [each for each in bench.told if "memory" in each.told]
+    told = [each for each in bench.told if "memory" in each.summary]
     assert told == [StandbyChanged("none: memory is short (400 MB free, 1.3 GB wanted)", is_warming=False)]
     monkeypatch.setattr(standbys, "free_memory", lambda: 1 << 40)
     pid = bench.standby()
-    assert "1 of 1 warm, " in bench.wait_told("warm, ").told
+    assert "1 of 1 warm, " in bench.wait_told("warm, ").summary
     assert bench.run(1)["pid"] == pid
 
 
@@ -457,7 +457,7 @@ def test_a_warm_standby_stays_until_its_successor_is_warm(make: Callable[..., Be
     gate.write_text("")
     wait_for(lambda: has_ended(first), "the end of the one that was replaced")
     assert bench.standby() == second
-    wait_for(lambda: "successors" not in bench.told[-1].told, "that to be told")
+    wait_for(lambda: "successors" not in bench.told[-1].summary, "that to be told")
     assert bench.run(1)["pid"] == second
 
 
@@ -511,7 +511,7 @@ def test_a_standby_that_is_never_warm_is_ended_and_counts_as_failed(
     monkeypatch.setattr(standbys, "_WARM_TIMEOUT_S", 0.3)
     bench = make()
     told = bench.wait_told("failed in a row")
-    assert told.told == "none: 3 failed in a row (it was not warm within 0.3 s)"
+    assert told.summary == "none: 3 failed in a row (it was not warm within 0.3 s)"
 
 
 def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
@@ -523,7 +523,7 @@ def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
     first = bench.standby()
     monkeypatch.setattr(standbys, "free_memory", lambda: 1_000_000)
     teach(bench, "gated")
-    told = bench.wait_told("memory").told
+    told = bench.wait_told("memory").summary
     assert told.startswith("1 of 1 warm, ")
     assert "; for better ones memory is short (1 MB free, " in told
     assert bench.standby() == first
@@ -559,7 +559,7 @@ def test_later_standbys_are_reported_until_they_are_warm(make: Callable[..., Ben
     bench.start(1)
     wait_for(lambda: len(bench.told) == 4, f"all to be told; there is {bench.told}", DEADLINE_S)
     assert [told.is_warming for told in bench.told] == [True, False, True, False]
-    assert "1 of 1 warm" in bench.told[-1].told
+    assert "1 of 1 warm" in bench.told[-1].summary
 
 
 @pytest.mark.parametrize(
