@@ -594,7 +594,7 @@ class Policy:
     stop_grace_s: float
     """Time between SIGTERM and SIGKILL when workers are stopped for a planned change."""
     kill_timeout_s: float
-    """A node is unfit if a process is still alive so long after SIGKILL."""
+    """Seconds after SIGKILL. A node with a process that is still alive then is unfit."""
     max_restarts: int
     """Number of worker failures without progress that are answered with a restart."""
     handoff_timeout_s: float

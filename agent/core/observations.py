@@ -34,7 +34,7 @@ class Observations:
     reported_since: float | None = None
     """Since when there has been an exit report of the group."""
     stalled_since: float | None = None
-    """Since when the group has made no step for so long that it is to be ended."""
+    """When the hang was confirmed: from then on the group is to be ended. None: no hang."""
     broken_since: float | None = None
     """Since when the group has had a fault: a failure, a lost member, or a hang that is to end it."""
     fault_at: float | None = None

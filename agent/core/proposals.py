@@ -30,7 +30,7 @@ from agent.core.model import (
 from agent.core.observations import Observations
 
 STEADY_S = 600.0
-"""After so long in one group, earlier losses of new nodes no longer delay a growth. Also the longest such delay."""
+"""Seconds in one group after which earlier losses of new nodes no longer delay its growth. Also the longest delay."""
 HELD_WAITS = 8
 """A growth that lasted this many times as long as the wait before it counts as a success."""
 
