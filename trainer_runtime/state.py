@@ -2,7 +2,7 @@
 
 A step is one optimizer step. `commit()` ends it, on every rank, after the optimizer, the scheduler and the scaler. Only
 committed steps count: the position in the data is the number of items drawn (for a `tr.DataLoader`, of samples
-consumed) at the last commit, so a step that was interrupted is repeated with the same items.
+consumed) at the last commit, so a step that was interrupted is replayed with the same items.
 
 Saves are scheduled by step count, so all ranks know without communication when one is due; rank 0 writes. A step is
 saved once.

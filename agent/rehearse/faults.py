@@ -35,7 +35,7 @@ class RehearsalFault:
 
     @property
     def replayed_steps(self) -> int:
-        """Number of steps that are repeated."""
+        """Number of steps that are replayed."""
         return self.step - 1 - (self.resumed or 0)
 
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
 STEPS = 90
 KILL_AFTER_STEP = 25
-STEP_TIME_S = 0.3
+STEP_TIME_S = 0.15
 LEASE_S = 59.0
 
 
