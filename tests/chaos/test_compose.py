@@ -30,7 +30,11 @@ def restart(_job: ComposeJob, victim: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "bring_back"), [(0, replace), (1, restart)], ids=["master-is-replaced", "other-comes-back"]
+    ("rank", "bring_back"),
+    [
+        pytest.param(0, replace, id="master-is-replaced"),
+        pytest.param(1, restart, id="other-comes-back", marks=pytest.mark.long("the next test; scripts/chaos")),
+    ],
 )
 def test_killed_container(
     make_job: MakeJob,
