@@ -10,7 +10,7 @@
 | 6 | training goes on once faults have ended | `Cluster.run_until`, in every story and random cluster |
 | 7 | a finished job stays finished | `_on_result`, `_on_group` |
 | 8 | a worker failure counts once, a membership change never | `_check_restarts`, at each next group |
-| 9 | no step before `resume`; the copy it names is the newest on the true history | `on_begin`, `_on_resume` |
+| 9 | no step before `restore_point`; the copy it names is the newest on the true history | `on_begin`, `_on_resume` |
 | 10 | what `checkpoint` names is readable | `check`, after every step |
 | 11 | np and result survive the loss of etcd's data | `_on_spec`; `_on_result` |
 | 12 | nothing is redone after a handoff; no rank leaves for one without a newer group | `_on_resume`; `on_leave` |
