@@ -30,11 +30,11 @@ class FakeAgent:
         """What workers wanted to publish."""
         self.unreadable: list[str] = []
         """What workers said that they could not read."""
-        self.began: list[dict[str, Any]] = []
+        self.started: list[dict[str, Any]] = []
         """What workers said of their first step."""
-        self.snapped: list[int] = []
+        self.snapshots: list[int] = []
         """Steps of which workers said that their snapshots are whole."""
-        self.stood: list[tuple[int, int]] = []
+        self.quiesced: list[tuple[int, int]] = []
         """Handoffs, and steps, at which workers said that all stand still with snapshots."""
         self.damaged: list[dict[str, Any]] = []
         """Pieces of which workers said that they are damaged."""
@@ -88,7 +88,7 @@ class FakeAgent:
         while packet := self._sock.recv(contract.MESSAGE_BYTES):
             answer = self._answer(json.loads(packet))
             if answer is not None and not self.is_mute:
-                memories = self.memories if "resume" in answer else []
+                memories = self.memories if "restore_point" in answer else []
                 socket.send_fds(self._sock, [json.dumps(answer).encode()], memories)
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -98,24 +98,24 @@ class FakeAgent:
             return None
         if message == {"ask": "leave"}:
             return {"leave": True} if self.is_over else None
-        assert message == {"ask": "resume"}
-        return self._resume()
+        assert message == {"ask": "restore_point"}
+        return self._restore_point()
 
     def _note(self, message: dict[str, Any]) -> bool:
         """What needs no answer."""
         (kind, said), *_ = message.items()
-        told = {"unreadable": self.unreadable, "damaged": self.damaged, "began": self.began}
-        if kind == "snapped":
-            self.snapped.append(said["step"])
-        elif kind == "stood":
-            self.stood.append((said["handoff"], said["step"]))
+        told = {"unreadable": self.unreadable, "damaged": self.damaged, "started": self.started}
+        if kind == "snapshot":
+            self.snapshots.append(said["step"])
+        elif kind == "quiesced":
+            self.quiesced.append((said["handoff"], said["step"]))
         elif kind in told:
             told[kind].append(said)
-        return kind in {"snapped", "stood", *told}
+        return kind in {"snapshot", "quiesced", *told}
 
-    def _resume(self) -> dict[str, Any]:
+    def _restore_point(self) -> dict[str, Any]:
         copy = self.copy or (self.committed and self.committed["copy"])
-        return {"resume": {"copy": copy, "checkpoint": self.committed, "memory": self.held}}
+        return {"restore_point": {"copy": copy, "checkpoint": self.committed, "memory": self.held}}
 
     def _verdict(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(asked)

@@ -110,7 +110,7 @@ class RoleProcesses:
         )
 
     def _on_replica(self, message: ReplicaMessage) -> None:
-        self._put(core.ReplicaReported(ReplicaReport(message.map, message.shard, message.is_whole)))
+        self._put(core.ReplicaReported(ReplicaReport(message.map, message.shard, message.is_complete)))
 
     def _on_event(self, process: RoleProcess, event: ev.Event) -> None:
         match event:

@@ -167,9 +167,9 @@ class Server(Process):
         if copy.line_to != (place.replica or place.joining):
             self._drop_line(copy)
         if copy.line is not None and place.joining == copy.line_to:
-            self._promise(shard, copy, is_whole=True)
+            self._promise(shard, copy, is_complete=True)
         elif copy.line is None and place.replica is not None:
-            self._promise(shard, copy, is_whole=False)
+            self._promise(shard, copy, is_complete=False)
 
     def _be_none(self, _shard: int, copy: Copy, place: ShardPlace) -> None:
         if copy.is_primary:
@@ -181,10 +181,10 @@ class Server(Process):
     def _drop_line(self, copy: Copy) -> None:
         copy.line = copy.line_to = copy.link = None
 
-    def _promise(self, shard: int, copy: Copy, *, is_whole: bool) -> None:
-        if is_whole:
+    def _promise(self, shard: int, copy: Copy, *, is_complete: bool) -> None:
+        if is_complete:
             copy.promised = copy.map
-        self.agent.inbox.append(core.ReplicaReported(ReplicaReport(copy.map, shard, is_whole=is_whole)))
+        self.agent.inbox.append(core.ReplicaReported(ReplicaReport(copy.map, shard, is_complete=is_complete)))
 
     def lose_line(self, shard: int) -> None:
         """The copy does not answer."""
@@ -192,7 +192,7 @@ class Server(Process):
         if copy.line is not None:
             copy.line = copy.link = None
             if copy.place is not None and copy.place.replica == copy.line_to:
-                self._promise(shard, copy, is_whole=False)
+                self._promise(shard, copy, is_complete=False)
 
     def push(self, shard: int, number: int) -> bool:
         """A worker pushes; return whether it is answered. One that is not comes again, as another here."""
@@ -232,7 +232,7 @@ class Server(Process):
             theirs.rows, theirs.era = set(copy.rows), copy.era
             copy.line, copy.line_to, copy.link = other, copy.place.joining, copy.copying[1]
             copy.copying = None
-            self._promise(shard, copy, is_whole=True)
+            self._promise(shard, copy, is_complete=True)
         else:
             copy.copying = None
 

@@ -501,12 +501,16 @@ def test_a_server_whose_record_was_lost_is_the_last_one_that_the_map_names() -> 
 
 def test_what_a_server_says_of_a_copy_counts_once_for_the_map_that_it_goes_by() -> None:
     state, _ = placing(RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0), copied(), 0.0)
-    assert placing(state, ReplicaReported(ReplicaReport(4, 7, is_whole=True)), 1.0)[1] is None, "there is no such shard"
-    state, made = placing(state, ReplicaReported(ReplicaReport(4, 0, is_whole=False)), 0.0)
+    assert placing(state, ReplicaReported(ReplicaReport(4, 7, is_complete=True)), 1.0)[1] is None, (
+        "there is no such shard"
+    )
+    state, made = placing(state, ReplicaReported(ReplicaReport(4, 0, is_complete=False)), 0.0)
     assert made is not None
     assert made.places[0] == ShardPlace(1, ShardServer(0, 1), None, ShardServer(1, 1))
     assert placing(state, Ticked(), 1.0)[1] is None, "it is under way"
-    assert placing(state, ReplicaReported(ReplicaReport(4, 1, is_whole=False)), 1.0)[1] is None, "one after the other"
+    assert placing(state, ReplicaReported(ReplicaReport(4, 1, is_complete=False)), 1.0)[1] is None, (
+        "one after the other"
+    )
 
 
 def test_a_map_that_etcd_has_lost_is_written_again_as_it_was() -> None:

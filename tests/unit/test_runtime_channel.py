@@ -87,10 +87,10 @@ def committed(**changed: object) -> dict[str, Any]:
         b"[]",
         b"{}",
         json.dumps(NO).encode(),
-        b'{"resume": {"copy": {"run": "us", "group": 1}, "checkpoint": null}}',
-        b'{"resume": {"copy": {"run": "us", "group": 1, "step": "10", "save": 0}, "checkpoint": null}}',
+        b'{"restore_point": {"copy": {"run": "us", "group": 1}, "checkpoint": null}}',
+        b'{"restore_point": {"copy": {"run": "us", "group": 1, "step": "10", "save": 0}, "checkpoint": null}}',
         *(
-            json.dumps({"resume": {"copy": COPY, "checkpoint": committed(**changed)}}).encode()
+            json.dumps({"restore_point": {"copy": COPY, "checkpoint": committed(**changed)}}).encode()
             for changed in (
                 {"name": "../x"},
                 {"name": stem_of("us", 1, 11)},
@@ -110,7 +110,9 @@ def test_what_is_no_answer_is_an_error(ends: tuple[socket.socket, AgentChannel],
 
 
 def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, AgentChannel]) -> None:
-    ends[0].send(json.dumps({"resume": {"copy": COPY, "new": 1, "checkpoint": committed(new=1)}, "new": 1}).encode())
+    ends[0].send(
+        json.dumps({"restore_point": {"copy": COPY, "new": 1, "checkpoint": committed(new=1)}, "new": 1}).encode()
+    )
     told = ends[1].ask_restore_point()
     assert told.copy == StateId("us", 1, 10)
     assert told.checkpoint
@@ -151,7 +153,7 @@ def test_a_rank_that_nobody_answers_goes_on_and_a_late_word_confuses_no_later_qu
 ) -> None:
     assert not ends[1].ask_leave(0.01)
     ends[0].send(LEAVE)
-    ends[0].send(json.dumps({"resume": {"copy": None, "checkpoint": None}}).encode())
+    ends[0].send(json.dumps({"restore_point": {"copy": None, "checkpoint": None}}).encode())
     assert ends[1].ask_restore_point().copy is None
 
 
@@ -180,9 +182,9 @@ def test_a_verdict_on_another_checkpoint_is_an_error(ends: tuple[socket.socket, 
 
 
 def test_where_to_resume_is_asked_once(ends: tuple[socket.socket, AgentChannel]) -> None:
-    ends[0].send(b'{"resume": {"copy": null, "checkpoint": null}}')
+    ends[0].send(b'{"restore_point": {"copy": null, "checkpoint": null}}')
     assert ends[1].ask_restore_point() == ends[1].ask_restore_point()
-    assert ends[0].recv(100) == b'{"ask": "resume"}'
+    assert ends[0].recv(100) == b'{"ask": "restore_point"}'
 
 
 def test_the_end_of_the_agent_ends_the_wait() -> None:
@@ -254,7 +256,7 @@ def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, Agen
     agent, ours = ends
     for step in range(10_000):
         ours.report_snapshot(step)
-    assert json.loads(agent.recv(contract.MESSAGE_BYTES)) == {"snapped": {"step": 0}}
+    assert json.loads(agent.recv(contract.MESSAGE_BYTES)) == {"snapshot": {"step": 0}}
     agent.close()
     ours.report_snapshot(10_000)
 
@@ -262,7 +264,7 @@ def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, Agen
 def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, ours = ends
     piece = {"kind": "part", "rank": 3, "at": 4096, "bytes": 64, "sum": 5, "world_size": 4}
-    told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
+    told = {"restore_point": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
     memory = os.memfd_create("test")
     os.write(memory, b"held")
     socket.send_fds(agent, [json.dumps(told).encode()], [memory])
@@ -280,7 +282,7 @@ def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket,
 def test_pieces_without_their_descriptors_are_no_answer(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, ours = ends
     piece = {"kind": "common", "rank": 0, "at": 4096, "bytes": 64, "sum": 5, "world_size": 1}
-    told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
+    told = {"restore_point": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
     agent.send(json.dumps(told).encode())
-    with pytest.raises(ChannelError, match="where to resume"):
+    with pytest.raises(ChannelError, match="the restore point"):
         ours.ask_restore_point()

@@ -118,7 +118,7 @@ def test_a_handoff_saves_and_leaves_for_a_restart(agent: FakeAgent, page: contra
     state = tr.State(save_every=100, best=0.0)
     with pytest.raises(SystemExit) as left:
         train_until_told(state, page, at=3)
-    assert (left.value.code, state.step, page.stopped) == (contract.EXIT_RESTART, 3, 4)
+    assert (left.value.code, state.step, page.quiesced) == (contract.EXIT_RESTART, 3, 4)
     assert [(asked["name"], asked["handoff"]) for asked in agent.asked] == [(stem_of("us", 3, 3), 4)]
 
 
@@ -136,7 +136,7 @@ def test_without_a_next_group_training_goes_on(
     agent.is_over = False
     state = tr.State(save_every=100, best=0.0)
     train_until_told(state, page, at=3)
-    assert (state.step, state.should_stop, page.stopped) == (9, False, 0)
+    assert (state.step, state.should_stop, page.quiesced) == (9, False, 0)
     wait_for(lambda: agent.asked != [], "the agent is asked", BOUND_S)  # which is not waited for
     assert [asked["copy"]["step"] for asked in agent.asked] == [3]
 
@@ -189,7 +189,7 @@ def test_a_handoff_at_a_full_disk_trains_on(
     state.restore()
     (tmp_path / "place").touch()  # nothing can be written below it
     train_until_told(state, page, at=3)
-    assert (state.step, page.stopped, agent.asked) == (9, 0, [])
+    assert (state.step, page.quiesced, agent.asked) == (9, 0, [])
     assert "step 3 was NOT saved in" in capsys.readouterr().err
 
 

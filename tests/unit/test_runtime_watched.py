@@ -122,8 +122,8 @@ def test_the_first_step_is_told_once_with_the_times_on_the_way_to_it(agent: Fake
     for _ in state.epochs(1):
         for _ in state.steps(range(3)):
             state.commit()
-    wait_for(lambda: agent.began, "the message")
-    [told] = agent.began
+    wait_for(lambda: agent.started, "the message")
+    [told] = agent.started
     assert set(told) == {"entered", "joined", "loaded", "stepped", "step"}
     assert told["step"] == 1
     assert told["entered"] <= began <= told["joined"] <= told["loaded"] <= told["stepped"] <= agent_channel.boot_time()
@@ -140,7 +140,7 @@ def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
         ours._sock.close()
     finally:
         with_agent.close()
-    assert with_agent.began == []
+    assert with_agent.started == []
 
 
 def test_stacks_are_told_while_c_code_holds_the_interpreters_lock(page: contract.ControlPage, stacks: int) -> None:

@@ -203,7 +203,7 @@ def test_a_snapshot_is_told_of_and_the_two_newest_are_there(start: Callable[...,
     Training().train(5)
     assert sorted(slots(memory)) == [4, 5]
     assert [content(memory, step)["position"]["step"] for step in (4, 5)] == [4, 5]
-    wait_for(lambda: agent.snapped == [1, 2, 3, 4, 5], "what was said of them", BOUND_S)
+    wait_for(lambda: agent.snapshots == [1, 2, 3, 4, 5], "what was said of them", BOUND_S)
 
 
 def test_a_snapshot_that_has_outgrown_its_place_gets_another(start: Callable[..., FakeAgent], memory: int) -> None:
@@ -268,12 +268,12 @@ def test_what_is_not_said_and_let_go_of_at_the_first_step_is_at_a_later_one(
         again.state.commit()
         not_later_than = boot_time()
         again.state.commit()
-    assert (agent.began, _open_here().count(name)) == ([], taken)
+    assert (agent.started, _open_here().count(name)) == ([], taken)
     for _ in range(2):
         again.state.commit()
     assert taken - _open_here().count(name) == 2
-    wait_for(lambda: agent.began, "the message", BOUND_S)
-    [told] = agent.began
+    wait_for(lambda: agent.started, "the message", BOUND_S)
+    [told] = agent.started
     assert told["step"] == 3
     assert told["stepped"] <= not_later_than
 
@@ -306,7 +306,7 @@ def test_snapshots_that_take_too_much_memory_are_left_out(
     """Once and for all, with one line."""
     agent = start(1, **{contract.SNAPSHOT_MEMORY: str(10 << 10)})
     training = Training().train(5)
-    assert (read_slots(memory), agent.snapped, training.state._pos.due) == ((), [], 100)
+    assert (read_slots(memory), agent.snapshots, training.state._pos.due) == ((), [], 100)
     assert capfd.readouterr().err.count("no snapshots in memory: they would take") == 1
 
 
@@ -392,7 +392,7 @@ def test_how_often_follows_from_what_was_measured(
         now[0] += 1.0
         state.commit()
     taken = [1, 2, 3, 4, 7, 10, 13, 16, 19, 22, 25]
-    wait_for(lambda: agent.snapped == taken, "every third step", BOUND_S)
+    wait_for(lambda: agent.snapshots == taken, "every third step", BOUND_S)
     assert state._snapshots._schedule == Schedule(anchor=22, every=3, until=22 + 3 * 8)
 
 
@@ -430,7 +430,7 @@ def test_a_handoff_takes_a_snapshot_if_that_is_enough_and_can_be_and_else_a_chec
         train()
     assert left.value.code == contract.EXIT_RESTART
     if in_memory and overhead != "0":
-        assert (agent.stood, agent.asked, agent.snapped[-1]) == ([(5, 5)], [], 5)
+        assert (agent.quiesced, agent.asked, agent.snapshots[-1]) == ([(5, 5)], [], 5)
         assert content(memory, 5)["position"]["step"] == 5
     else:
-        assert (agent.stood, [asked["handoff"] for asked in agent.asked]) == ([], [5])
+        assert (agent.quiesced, [asked["handoff"] for asked in agent.asked]) == ([], [5])
