@@ -51,8 +51,8 @@ def measure(
         bench = Bench(directory, etcd.endpoint, store)
         return {
             "agent": {"ready_s": [bench.ready_s() for _ in range(runs)], **bench.idle(idle_s)},
-            "commit": bench.told_by("commit_job.py"),
-            "saves": {size: bench.told_by("saving_job.py", str(size), str(runs)) for size in sizes_mb},
+            "commit": bench.report_of("commit_job.py"),
+            "saves": {size: bench.report_of("saving_job.py", str(size), str(runs)) for size in sizes_mb},
             "snapshots": [bench.snapshots_of(size, snapshots) for size in snapshots_mb],
         }
 
@@ -92,7 +92,7 @@ class Bench:
                 "has_torch": any("torch" in each.path for agent in agents for each in agent.memory_maps()),
             }
 
-    def told_by(self, script: str, *arguments: str, options: Sequence[str] = ()) -> Any:  # noqa: ANN401 - what it wrote
+    def report_of(self, script: str, *arguments: str, options: Sequence[str] = ()) -> Any:  # noqa: ANN401 - what it wrote
         """Run a script under an agent, to its end; return what it wrote. Raises `RuntimeError`."""
         job_id, marked = self._job()
         with marked:
@@ -106,7 +106,7 @@ class Bench:
 
     def snapshots_of(self, megabytes: int, count: int) -> Any:  # noqa: ANN401 - what the script wrote
         """What snapshots of so much cost, with one after every step."""
-        return self.told_by("snapshot_job.py", str(megabytes), str(count), options=("--snapshot_overhead=100",))
+        return self.report_of("snapshot_job.py", str(megabytes), str(count), options=("--snapshot_overhead=100",))
 
     def _job(self) -> tuple[str, Marked]:
         job_id = f"bench-{secrets.token_hex(4)}"

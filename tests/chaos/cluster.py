@@ -298,7 +298,7 @@ class Cluster:
         self.ledger.follow()
         self.observe(f"echo {self.ledger.newest_step} >/ledger/.stop && mv /ledger/.stop /ledger/stop")
 
-    def story(self) -> str:
+    def log_text(self) -> str:
         """What nodes and status say, for whoever looks for what went wrong."""
         parts = []
         for what in (lambda: self.ask("status"), lambda: self.compose("logs", "--no-color", "--timestamps", "node")):

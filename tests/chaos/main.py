@@ -87,9 +87,7 @@ def _count(text: str) -> int:
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, default=_OUT, metavar="DIR", help=f"for tables and stories [default: {_OUT}]"
-    )
+    parser.add_argument("--out", type=Path, default=_OUT, metavar="DIR", help=f"for tables and logs [default: {_OUT}]")
 
 
 def _play_each(asked: argparse.Namespace, directory: Path, reference: Reference) -> Iterator[Outcome]:
@@ -134,7 +132,7 @@ def _kept(cluster: Cluster, outcome: Outcome, out: Path) -> Outcome:
     if outcome.problems or outcome.late:
         kept = out / f"{cluster.project}-{outcome.fault}-{outcome.seed}"
         shutil.copytree(cluster.directory, kept / "ledger", dirs_exist_ok=True)
-        (kept / "story.txt").write_text(cluster.story(), encoding="utf-8")
+        (kept / "log.txt").write_text(cluster.log_text(), encoding="utf-8")
         console.print(f"what it had to say: {kept}", soft_wrap=True)
     return outcome
 

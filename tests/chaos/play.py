@@ -37,7 +37,7 @@ class Outcome:
     groups: int
     """That came of it."""
     lost: int
-    """Steps that were committed and had to be done again."""
+    """Steps that were committed and had to be repeated."""
     late: tuple[str, ...]
     """What took longer than it should on a machine that has nothing else to do."""
     problems: tuple[str, ...]

@@ -257,7 +257,7 @@ def test_a_hung_loop_is_renewed_for_no_longer_than_the_limit(loop: Loop) -> None
         loop.turn()
 
 
-def test_a_gone_lease_is_told_once(store: CountingStore, agent: Agent) -> None:
+def test_a_lost_lease_is_reported_once(store: CountingStore, agent: Agent) -> None:
     """Afterwards nothing is held, so nothing is asked."""
     lease = store.grant(LONG_S)
     store.revoke(lease.lease_id)

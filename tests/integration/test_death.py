@@ -41,7 +41,7 @@ def family_of(job: Job, group: int) -> dict[str, int]:
         pids = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
         return {kind: int(pid) for kind, pid in pids.items()} if len(pids) == 4 else None
 
-    found: dict[str, int] = wait_for(told, PATIENCE_S, f"the family of group {group}; {job.story()}")
+    found: dict[str, int] = wait_for(told, PATIENCE_S, f"the family of group {group}; {job.log_text()}")
     return found
 
 

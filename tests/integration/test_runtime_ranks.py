@@ -214,7 +214,7 @@ do_on_all(load)
 """
 
 
-def test_what_failed_here_is_told_although_the_others_are_gone(tmp_path: Path) -> None:
+def test_a_local_failure_is_reported_although_the_others_are_gone(tmp_path: Path) -> None:
     with started(["-c", BEREFT], world=2, group=1, directory=tmp_path) as ranks:
         _, (code, output) = ranks.finish()
     assert code == 1

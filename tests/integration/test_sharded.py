@@ -139,7 +139,7 @@ for save in (state.save, state.save, lambda: state._saver.save_for_handoff(7) or
 """
 
 
-def test_what_was_not_saved_and_cannot_be_saved_again_is_told_each_time(tmp_path: Path) -> None:
+def test_state_that_was_not_saved_and_cannot_be_is_reported_each_time(tmp_path: Path) -> None:
     """Rank 0 could not write what is common; the others have written their shards, and do not hear of it."""
     results = run(TOLD, tmp_path, world=2, group=1)
     assert [code for code, _ in results] == [0, 0], results

@@ -191,7 +191,7 @@ def test_a_rank_0_that_cannot_say_how_to_go_on_ends_and_so_do_the_others(tmp_pat
 
 
 @pytest.mark.long("test_a_rank_0_that_cannot_say_how_to_go_on_ends_and_so_do_the_others")
-def test_another_rank_that_cannot_hear_how_to_go_on_ends_where_the_others_do_go_on(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_receive_the_outcome_ends_while_the_others_continue(tmp_path: Path) -> None:
     """It has no snapshots of its part any more, which a next group needs."""
     ranks = run(tmp_path / "on", 1, [FakeAgent(), FakeAgent()], cut_after=2, cut_rank=1)
     assert ranks.codes == [1, 1]
@@ -215,7 +215,7 @@ def test_another_world_size_has_the_statistics_of_rank_0(tmp_path: Path, killed:
     assert ranks.codes == [0], ranks.outputs
 
 
-def test_what_nobody_holds_is_told_and_ends_the_group(tmp_path: Path, killed: Memories) -> None:
+def test_a_snapshot_that_no_node_has_is_reported_and_ends_the_group(tmp_path: Path, killed: Memories) -> None:
     first, second = FakeAgent(), FakeAgent()
     first.hold(KILLED_AFTER, {0: damaged(killed[0])})
     second.hold(KILLED_AFTER, {1: damaged(killed[1])})

@@ -221,7 +221,7 @@ def test_children_know_nothing_of_it(lab: Lab, method: str) -> None:
     assert "neighbour" not in run_cold([lab.python, "train.py"], lab.env, lab.home).imports.modules
 
 
-def test_what_a_module_says_while_it_is_imported_is_in_the_output(lab: Lab) -> None:
+def test_what_a_module_prints_while_it_is_imported_is_in_the_output(lab: Lab) -> None:
     lab.write("train.py", "import loud\nprint('begun')\n")
     assert _same(lab, "train.py", modules=("loud",)).out == "loaded\nbegun\n"
 
@@ -258,7 +258,7 @@ def test_a_package_that_keeps_its_rank_behaves_as_in_a_cold_start(lab: Lab) -> N
     assert _same(lab, "train.py", modules=rest).out == f"{RANK['RANK']}\nloaded\n"
 
 
-def test_who_lists_the_environment_has_read_it(lab: Lab) -> None:
+def test_a_module_that_lists_the_environment_has_read_it(lab: Lab) -> None:
     """But for code that is known to keep nothing of it."""
     lab.write("train.py", "")
     waiting = lab.standby("uuid", "ctypes.util", "by_listing")
@@ -423,7 +423,7 @@ def test_what_opens_the_store_looks_like_torchs_own(lab: Lab) -> None:
     assert _same(lab, "train.py", modules=("torch.distributed.rendezvous",)).code == 0
 
 
-def test_the_torch_that_is_installed_knocks(tmp_path: Path) -> None:
+def test_the_installed_torch_waits_for_the_master(tmp_path: Path) -> None:
     """Whether it was imported ahead or by the script."""
     (tmp_path / "train.py").write_text(
         "import inspect\nfrom torch.distributed.rendezvous import _create_c10d_store as create\n"

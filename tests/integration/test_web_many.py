@@ -128,7 +128,7 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
         for key, record in records:
             store.transact([], [Put(key, encode(record))])
         listener = stack.enter_context(listen("127.0.0.1", 0))
-        orders = StartMessage(
+        message = StartMessage(
             listener=listener.fileno(),
             events=None,
             since=0.0,
@@ -142,7 +142,7 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
         argv = [sys.executable, "-m", "agent.web"]
         process = stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),)))
         stack.callback(process.kill)
-        process.stdin.write(as_line(orders))
+        process.stdin.write(as_line(message))
         process.stdin.flush()
         yield f"{url(listener, '')}/#token={token_of(SECRET)}"
 

@@ -328,7 +328,7 @@ def ends(bench: Bench, ranks: int = 1) -> list[tuple[int | None, int | None]]:
     return [(event.exit_code, event.signal) for event in bench.exits(ranks)]
 
 
-def test_a_quiesced_rank_that_asks_is_told_to_leave_when_its_group_is_over(bench: Bench) -> None:
+def test_a_quiesced_rank_that_asks_may_leave_when_its_group_is_over(bench: Bench) -> None:
     bench.start(STAND + "stand(3); leave()", ranks=2)
     bench.workers.request_handoff(1, 3)
     for rank in range(2):
@@ -339,7 +339,7 @@ def test_a_quiesced_rank_that_asks_is_told_to_leave_when_its_group_is_over(bench
     assert "told to leave True" in bench.text()
 
 
-def test_a_quiesced_rank_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> None:
+def test_a_quiesced_rank_may_leave_as_soon_as_it_asks(bench: Bench) -> None:
     """Its group is over while it still saves: no SIGTERM in the middle of a save."""
     os.mkfifo(bench.tmp / "saved")
     bench.start(STAND + "stand(1); wait_for('saved'); leave()")
@@ -362,7 +362,7 @@ def test_a_rank_that_trains_on_instead_of_asking_is_terminated(bench: Bench) -> 
     assert ends(bench) == [TERMINATED]
 
 
-def test_a_rank_that_trains_on_just_when_it_is_told_to_leave_is_terminated(bench: Bench) -> None:
+def test_a_rank_that_continues_just_as_it_is_answered_to_leave_is_terminated(bench: Bench) -> None:
     """It had waited long enough, and does not read the answer."""
     os.mkfifo(bench.tmp / "late")
     bench.start(STAND + "stand(1); ours._send({'ask': 'leave'}); wait_for('late'); page.quiesced = 0; train()")

@@ -41,7 +41,7 @@ def let_go() -> None:
         os.close(standalone._claims.pop())
 
 
-def test_nothing_said_is_a_job_of_this_machine() -> None:
+def test_a_job_without_options_runs_on_this_machine() -> None:
     for meeting in (meet(), meet(np="1"), meet(standalone=True), meet(ips="127.0.0.1")):
         assert meeting.access.endpoints == ()
         assert meeting.address == "127.0.0.1"

@@ -16,7 +16,7 @@ def whole(servers: int) -> ShardMap:
     return ShardMap(1, made.places)
 
 
-def test_a_map_is_told_in_json() -> None:
+def test_a_map_is_sent_as_json() -> None:
     h = ShardServer
     made = ShardMap(3, (ShardPlace(1, h(0, 1)), ShardPlace(2, h(1, 2), h(0, 1)), ShardPlace(1, h(2, 1), None, h(1, 2))))
     assert map_of(made.to_json()) == made
@@ -65,7 +65,7 @@ def test_without_replicas_a_shard_waits_for_its_own_server() -> None:
     assert made.places[0] == ShardPlace(made.number, ShardServer(0, 2))
 
 
-def test_what_is_said_of_an_older_map_does_not_count() -> None:
+def test_a_report_on_an_older_map_does_not_count() -> None:
     made = next_map(whole(2), {0: 2, 1: 1}, replicas=1)
     assert apply_report(made, ReplicaReport(1, 0, is_complete=True)) is made
     assert apply_report(made, ReplicaReport(1, 0, is_complete=False)) is made
@@ -76,7 +76,7 @@ def test_a_replica_that_does_not_answer_joins_anew() -> None:
     assert made.places[1] == ShardPlace(1, ShardServer(1, 1), None, ShardServer(0, 1))
 
 
-def test_what_is_said_of_no_shard_or_of_what_is_known_changes_nothing() -> None:
+def test_a_report_on_no_shard_or_on_a_known_fact_changes_nothing() -> None:
     made = whole(2)
     for said in (
         ReplicaReport(1, 2, is_complete=True),
@@ -86,7 +86,7 @@ def test_what_is_said_of_no_shard_or_of_what_is_known_changes_nothing() -> None:
         assert apply_report(made, said) is made
 
 
-def test_who_may_be_lost_keeps_what_it_has_and_gets_no_more() -> None:
+def test_a_node_that_may_be_lost_keeps_its_shards_and_gets_no_more() -> None:
     made = next_map(whole(3), {0: 2, 1: 1, 2: 1}, {0, 1}, replicas=1)
     assert made.places[1] == ShardPlace(1, ShardServer(1, 1), ShardServer(2, 1))
     assert made.places[0] == ShardPlace(1, ShardServer(1, 1), None, ShardServer(0, 2))

@@ -148,7 +148,7 @@ def test_a_wait_for_the_verdict_may_be_bounded(tmp_path: Path) -> None:
     agent.close()
 
 
-def test_an_error_in_the_background_is_told_at_once_and_raised_to_who_waits(
+def test_an_error_in_the_background_is_reported_at_once_and_raised_to_the_waiting_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_args: object) -> None:

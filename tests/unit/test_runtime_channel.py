@@ -122,7 +122,7 @@ def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, AgentCha
 LEAVE = b'{"leave": true}'
 
 
-def test_a_rank_that_is_told_to_leave_in_time_leaves(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_a_rank_that_is_answered_in_time_leaves(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[0].send(LEAVE)
     assert ends[1].ask_leave(BOUND_S)
     assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"ask": "leave"}
@@ -167,7 +167,9 @@ def test_whether_to_leave_is_not_asked_while_a_checkpoint_waits_for_its_verdict(
         ends[0].recv(contract.MESSAGE_BYTES)
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence_of_bounded_length(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_an_unreadable_checkpoint_is_described_in_a_sentence_of_bounded_length(
+    ends: tuple[socket.socket, AgentChannel],
+) -> None:
     ends[1].report_unreadable("x" * 10**6)
     assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"unreadable": "x" * 1000}
 
@@ -245,13 +247,13 @@ def test_without_an_agent_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None
     assert agent_channel.open_channel() is None
 
 
-def test_a_process_that_the_agent_did_not_start_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_the_agent_did_not_start_gets_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(contract.CHANNEL_FD, "1000")
     with pytest.raises(RuntimeError, match="the agent talks to the process that it started"):
         agent_channel.open_channel()
 
 
-def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_a_report_of_a_snapshot_does_not_block(ends: tuple[socket.socket, AgentChannel]) -> None:
     """Neither for an agent that has no time to listen, nor for one that is gone."""
     agent, ours = ends
     for step in range(10_000):

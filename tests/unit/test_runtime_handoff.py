@@ -61,7 +61,7 @@ def ranks(connect: Callable[[], RankMessages]) -> Iterator[Callable[..., list[Ra
 
 
 def train(rank: Rank, together: threading.Barrier, steps: int, *, wanted_at: int) -> int | None:
-    """Take steps in lock-step, as collectives have it; see the wish at this one; return where the ranks stopped."""
+    """Take steps in lock-step, as collectives have it; see the request at this one; return where the ranks stopped."""
     for step in range(1, steps):
         together.wait(BOUND_S)
         if step == wanted_at:
@@ -72,7 +72,7 @@ def train(rank: Rank, together: threading.Barrier, steps: int, *, wanted_at: int
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ranks_that_see_the_wish_at_different_steps_stop_after_the_same_one(
+def test_ranks_that_see_the_request_at_different_steps_stop_after_the_same_one(
     ranks: Callable[..., list[Rank]], seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -140,7 +140,7 @@ def test_all_leave_once_it_is_saved_and_their_agents_say_so(ranks: Callable[...,
     assert len(saved) == 2
 
 
-def test_a_rank_that_is_not_told_to_leave_trains_on(ranks: Callable[..., list[Rank]]) -> None:
+def test_a_rank_without_an_answer_to_leave_continues_training(ranks: Callable[..., list[Rank]]) -> None:
     (alone,) = ranks(1, wait_s=0.05)
     alone.agent.is_over = False
     alone.page.handoff = 1

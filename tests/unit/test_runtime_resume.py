@@ -303,7 +303,7 @@ def test_a_state_saves_and_resumes_through_the_agent(tmp_path: Path, agent: Fake
 
 
 @pytest.mark.usefixtures("under_agent")
-def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
+def test_a_directory_whose_server_is_gone_is_reported_as_unreadable(
     tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there are others, they all look at it first: nobody may fall over it there."""

@@ -130,7 +130,7 @@ def test_a_stream_that_is_drawn_from_within_the_steps_is_none_of_their_source(tm
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_source_whose_state_does_not_tell_of_an_item_is_refused(tmp_path: Path, *, is_wrapped: bool) -> None:
+def test_a_source_whose_state_does_not_change_with_an_item_is_refused(tmp_path: Path, *, is_wrapped: bool) -> None:
     """It would yield that item again after a restart."""
     stream = CountsLate()
     state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))

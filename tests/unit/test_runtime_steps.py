@@ -104,7 +104,7 @@ def test_what_comes_after_the_last_commit_of_an_epoch_runs_again_if_it_did_not_f
     assert done == ["0.0", "0.1", "eval 0", "eval 0", "finished 0", "1.0", "1.1", "eval 1", "finished 1"]
 
 
-def train_until_told(state: tr.State, page: contract.ControlPage, at: int) -> None:
+def train_until_asked(state: tr.State, page: contract.ControlPage, at: int) -> None:
     state.restore()
     for step in range(1, 10):
         if step == at:
@@ -117,25 +117,25 @@ def train_until_told(state: tr.State, page: contract.ControlPage, at: int) -> No
 def test_a_handoff_saves_and_leaves_for_a_restart(agent: FakeAgent, page: contract.ControlPage) -> None:
     state = tr.State(save_every=100, best=0.0)
     with pytest.raises(SystemExit) as left:
-        train_until_told(state, page, at=3)
+        train_until_asked(state, page, at=3)
     assert (left.value.code, state.step, page.quiesced) == (contract.EXIT_RESTART, 3, 4)
     assert [(asked["name"], asked["handoff"]) for asked in agent.asked] == [(stem_of("us", 3, 3), 4)]
 
 
 def test_a_framework_is_told_to_stop_instead(agent: FakeAgent, page: contract.ControlPage) -> None:
     state = tr.State(save_every=100, leave_on_handoff=False, best=0.0)
-    train_until_told(state, page, at=3)
+    train_until_asked(state, page, at=3)
     assert (state.should_stop, state.step, len(agent.asked)) == (True, 3, 1)
 
 
 def test_without_a_next_group_training_goes_on(
     agent: FakeAgent, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one wish stops it once only."""
+    """And one request stops it only once."""
     monkeypatch.setenv(contract.HANDOFF_WAIT_S, "0.2")
     agent.is_over = False
     state = tr.State(save_every=100, best=0.0)
-    train_until_told(state, page, at=3)
+    train_until_asked(state, page, at=3)
     assert (state.step, state.should_stop, page.quiesced) == (9, False, 0)
     wait_for(lambda: agent.asked != [], "the agent is asked", BOUND_S)  # which is not waited for
     assert [asked["copy"]["step"] for asked in agent.asked] == [3]
@@ -175,7 +175,7 @@ def test_a_handoff_does_not_wait_for_a_verdict(
     is_back = threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(60)
     state = tr.State(save_every=save_every, best=0.0)
-    train_until_told(state, page, at=3)
+    train_until_asked(state, page, at=3)
     assert (state.step, state.should_stop) == (9, False)
     is_back.set()
     state.save()
@@ -188,12 +188,12 @@ def test_a_handoff_at_a_full_disk_trains_on(
     state = tr.State(checkpoint_dir=tmp_path / "place", save_every=100, best=0.0)
     state.restore()
     (tmp_path / "place").touch()  # nothing can be written below it
-    train_until_told(state, page, at=3)
+    train_until_asked(state, page, at=3)
     assert (state.step, page.quiesced, agent.asked) == (9, 0, [])
     assert "step 3 was NOT saved in" in capsys.readouterr().err
 
 
-def told_to(agent: FakeAgent) -> str:
+def answer_to(agent: FakeAgent) -> str:
     """Wait for what the agent is told; it gives no answer to that."""
     give_up_at = time.monotonic() + BOUND_S
     while not agent.unreadable:
@@ -202,7 +202,7 @@ def told_to(agent: FakeAgent) -> str:
     return agent.unreadable[0]
 
 
-def test_a_checkpoint_that_cannot_be_read_is_told_to_the_agent(
+def test_a_checkpoint_that_cannot_be_read_is_reported_to_the_agent(
     agent: FakeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It knows what to do: another node may have it, or it comes back."""
@@ -214,16 +214,16 @@ def test_a_checkpoint_that_cannot_be_read_is_told_to_the_agent(
     with pytest.raises(SystemExit) as left:
         tr.State(best=0.0).restore()
     assert left.value.code == 1
-    sentence = told_to(agent)
+    sentence = answer_to(agent)
     assert sentence.startswith(f"the checkpoint in {tmp_path}: wanted the committed checkpoint")
     assert capsys.readouterr().err.splitlines()[-1] == f"trainer_runtime: cannot read {sentence}"
 
 
-def test_a_read_error_is_told_too(agent: FakeAgent, tmp_path: Path) -> None:
+def test_a_read_error_is_reported_too(agent: FakeAgent, tmp_path: Path) -> None:
     tmp_path.joinpath("loop").symlink_to("loop")
     with pytest.raises(SystemExit):
         tr.State(checkpoint_dir=tmp_path / "loop", best=0.0).restore()
-    assert "Too many levels of symbolic links" in told_to(agent)
+    assert "Too many levels of symbolic links" in answer_to(agent)
 
 
 def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_no_steps_are_expected_while_it_restores_saves_and_after_the_last_epoch(
     assert page.phase == 0, "who restores is about to train"
 
 
-def test_the_first_step_is_told_once_with_the_times_on_the_way_to_it(agent: FakeAgent) -> None:
+def test_the_first_step_is_reported_once_with_the_times_of_the_milestones(agent: FakeAgent) -> None:
     began = agent_channel.boot_time()
     state = tr.State(best=0.0)
     for _ in state.epochs(1):
@@ -143,7 +143,7 @@ def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
     assert with_agent.started == []
 
 
-def test_stacks_are_told_while_c_code_holds_the_interpreters_lock(page: contract.ControlPage, stacks: int) -> None:
+def test_stacks_are_dumped_while_c_code_holds_the_interpreters_lock(page: contract.ControlPage, stacks: int) -> None:
     register_stack_dump(page)
     register_stack_dump(page)
     assert signal.SIGRTMIN <= page.stacks <= signal.SIGRTMAX

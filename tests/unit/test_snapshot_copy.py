@@ -186,7 +186,7 @@ def assert_copied_at_once(rank: Rank, hold: Hold) -> None:
     assert_equal(rank.saved(rank.step - 1), expected)
 
 
-def test_what_a_step_changed_of_which_nobody_heard_is_copied_at_once(rank: Rank, hold: Hold) -> None:
+def test_the_changes_of_an_unobserved_step_are_copied_at_once(rank: Rank, hold: Hold) -> None:
     """The next one may change it as silently, while a thread would still copy."""
     rank.train()
     hold.may_copy.set()
@@ -199,7 +199,7 @@ def test_what_a_step_changed_of_which_nobody_heard_is_copied_at_once(rank: Rank,
     assert rank.told == [1, 2, 4, 6]
 
 
-def test_a_snapshot_before_any_step_was_heard_of_is_copied_at_once(
+def test_a_snapshot_before_any_observed_step_is_copied_at_once(
     rank: Rank, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_copy, "LEAST_BYTES", 1)
@@ -225,7 +225,7 @@ def test_a_step_is_not_captured_where_there_is_no_gpu() -> None:
     assert not snapshot_copy._is_capturing()
 
 
-def test_of_several_optimizers_what_belongs_to_those_that_were_heard_is_copied_later(
+def test_of_several_optimizers_the_state_of_those_that_were_observed_is_copied_later(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What two of them have, only where both were."""
@@ -308,16 +308,16 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
 
-def test_a_wrapped_optimizers_steps_are_those_that_are_heard_of(rank: Rank) -> None:
+def test_the_steps_of_a_wrapped_optimizer_are_observed(rank: Rank) -> None:
     rank.train()
     layout = Flattener().flatten(rank.contents.read()).layout
-    wrapped, deaf = (
+    wrapped, unobserved = (
         SnapshotCopier(Contents({"model": rank.model, "opt": Wrapper(inner)}), rank.memory, rank.told.append)
         for inner in (rank.opt, None)
     )
     rank.opt.step()
     assert wrapped._split_up(layout).tensors
-    assert deaf._split_up(layout).tensors == []
+    assert unobserved._split_up(layout).tensors == []
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")

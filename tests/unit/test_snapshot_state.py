@@ -198,7 +198,7 @@ def test_so_does_one_whose_tensors_are_made_elsewhere_unless_it_says_so(
     assert again.best.tolist() == [3.0]
 
 
-def test_a_snapshot_is_told_of_and_the_two_newest_are_there(start: Callable[..., FakeAgent], memory: int) -> None:
+def test_a_snapshot_is_reported_and_the_two_newest_are_kept(start: Callable[..., FakeAgent], memory: int) -> None:
     agent = start(1)
     Training().train(5)
     assert sorted(slots(memory)) == [4, 5]
@@ -230,7 +230,7 @@ def test_what_is_changed_before_the_commit_is_in_the_snapshot(
     assert torch.equal(content(memory, 3)["objects"]["model"]["0.weight"], training.model[0].weight)
 
 
-def test_what_is_in_memory_only_is_saved_when_the_script_says_so(
+def test_state_that_is_only_in_memory_is_saved_when_the_script_asks_for_it(
     start: Callable[..., FakeAgent], memory: int, tmp_path: Path
 ) -> None:
     """No file has the step that was resumed from."""

@@ -175,7 +175,7 @@ def test_a_reader_learns_how_the_ranks_are_although_the_disk_hangs(agent: Agent,
     _play(play())
 
 
-def test_a_reader_that_says_what_is_no_text_is_sent_away(agent: Agent) -> None:
+def test_a_reader_that_sends_invalid_text_is_disconnected(agent: Agent) -> None:
     async def play() -> None:
         connection = await _connect(agent)
         connection.send(FrameKind.FIND_LOGS, b'{"run":"ab","group":1,"node_id":"\x80"}')
@@ -186,7 +186,7 @@ def test_a_reader_that_says_what_is_no_text_is_sent_away(agent: Agent) -> None:
     _play(play())
 
 
-def test_a_reader_of_another_node_learns_who_is_there(agent: Agent) -> None:
+def test_a_reader_of_another_node_learns_which_node_answers(agent: Agent) -> None:
     async def play() -> None:
         with pytest.raises(LinkBroken, match="another agent answers there: a"):
             await LogReader(LogHost("c", "127.0.0.1", agent.links.port), SHARED).find(FIND)
@@ -194,7 +194,7 @@ def test_a_reader_of_another_node_learns_who_is_there(agent: Agent) -> None:
     _play(play())
 
 
-def test_a_reader_without_the_secret_is_refused_and_told_of(agent: Agent, disk: Disk) -> None:
+def test_a_reader_without_the_secret_is_refused_and_reported(agent: Agent, disk: Disk) -> None:
     async def play() -> None:
         with pytest.raises(LinkBroken):
             await _reader(agent, "a guess").find(FIND)
@@ -232,7 +232,9 @@ def test_what_cannot_be_read_is_declined_and_the_reader_stays(agent: Agent, disk
     _play(play())
 
 
-def test_an_unforeseen_error_is_told_and_costs_the_agent_nothing(agent: Agent, disk: Disk, neighbour: Agent) -> None:
+def test_an_unexpected_error_is_reported_and_does_not_disturb_the_agent(
+    agent: Agent, disk: Disk, neighbour: Agent
+) -> None:
     async def play() -> None:
         reader = _reader(agent)
         disk.error = ZeroDivisionError()
@@ -259,7 +261,9 @@ def test_an_unforeseen_error_is_told_and_costs_the_agent_nothing(agent: Agent, d
     ],
     ids=["oversize", "unknown", "ping", "empty", "garbage"],
 )
-def test_a_reader_who_speaks_otherwise_is_cut_off(agent: Agent, disk: Disk, neighbour: Agent, words: bytes) -> None:
+def test_a_reader_with_another_protocol_is_disconnected(
+    agent: Agent, disk: Disk, neighbour: Agent, words: bytes
+) -> None:
     async def play() -> None:
         connection = await _connect(agent)
         connection._writer.write(words)
