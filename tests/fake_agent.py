@@ -1,4 +1,7 @@
-"""The agent's end of a worker's channel, for tests of the runtime: a real socket, answered on a thread."""
+"""The agent's end of a worker's channel, for tests of the runtime: a real socket, answered on a thread.
+
+Also fixtures in the form of functions: this process as a worker with or without an agent.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ import json
 import os
 import socket
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainer_runtime import contract
+import trainer_runtime as tr
+from trainer_runtime import agent_channel, contract
 from trainer_runtime.agent_channel import AgentChannel
 from trainer_runtime.snapshot_page import read_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
+    from pathlib import Path
+
+    import pytest
 
 
 class FakeAgent:
@@ -125,3 +133,36 @@ class FakeAgent:
             self.committed = {"v": 1, **asked, "number": number}
         checkpoint = None if self.refuses else self.committed
         return {"verdict": {"copy": asked["copy"], "checkpoint": checkpoint, "reason": self.refuses}}
+
+
+def start_without_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove an agent's variables from the environment, and initialize the runtime."""
+    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
+        monkeypatch.delenv(name, raising=False)
+    tr.init()
+
+
+@contextmanager
+def control_page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
+    """Give this process a control page."""
+    page, descriptor = contract.ControlPage.create("test")
+    monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
+    yield page
+    os.close(descriptor)
+    page.close()
+
+
+@contextmanager
+def agent_of_this_process(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
+    """Make this process a worker of an agent, in group 3, with checkpoints in `directory`."""
+    agent = FakeAgent()
+    agent_channel._open_once.cache_clear()
+    variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(directory)}
+    for name, value in {**variables, contract.CHANNEL_FD: str(agent.theirs.fileno())}.items():
+        monkeypatch.setenv(name, value)
+    yield agent
+    taken = agent_channel.open_channel()
+    assert taken
+    taken._sock.detach()
+    agent_channel._open_once.cache_clear()
+    agent.close()

@@ -23,16 +23,6 @@ ALL = KeyRange("/job/", is_prefix=True)
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("stranger"))
-
-
-@pytest.fixture(scope="module")
 def secure(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     """It shows a certificate for 127.0.0.1, and wants one of every client."""
     asks = ("--client-cert-auth", "--trusted-ca-file", authority.ca)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fake_agent import FakeAgent
+from fake_agent import FakeAgent, start_without_agent
 
 import trainer_runtime as tr
-from trainer_runtime import contract, writer
+from trainer_runtime import writer
 from trainer_runtime.manifest import stem_of
 from trainer_runtime.resume import StartingPoint
 from trainer_runtime.writer import Writer
@@ -31,9 +31,7 @@ BOUND_S = 120.0
 @pytest.fixture(autouse=True)
 def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without an agent's variables."""
-    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
-        monkeypatch.delenv(name, raising=False)
-    tr.init()
+    start_without_agent(monkeypatch)
 
 
 class Disk:

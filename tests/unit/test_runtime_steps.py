@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fake_agent import FakeAgent
+from fake_agent import FakeAgent, agent_of_this_process, control_page, start_without_agent
 from waiting import wait_for
 
 import trainer_runtime as tr
@@ -30,38 +29,24 @@ BOUND_S = 60.0
 @pytest.fixture(autouse=True)
 def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without an agent's variables."""
-    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
-        monkeypatch.delenv(name, raising=False)
-    tr.init()
+    start_without_agent(monkeypatch)
 
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
-    page, descriptor = contract.ControlPage.create("test")
     monkeypatch.setattr(phases, "_phases", phases._Phases())
-    monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
-    yield page
-    os.close(descriptor)
-    page.close()
+    with control_page(monkeypatch) as page:
+        yield page
 
 
 @pytest.fixture
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
-    made = FakeAgent()
-    agent_channel._open_once.cache_clear()
-    variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
-    for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv(contract.HANDOFF_WAIT_S, "60")
     monkeypatch.setattr(state_, "restart_at_exit", lambda: None)  # it would end the tests
     assert page.step == 0
-    yield made
-    taken = agent_channel.open_channel()
-    assert taken
-    taken._sock.detach()
-    agent_channel._open_once.cache_clear()
-    made.close()
+    with agent_of_this_process(tmp_path, monkeypatch) as agent:
+        yield agent
 
 
 def test_a_phase_is_shown_to_the_agent_as_long_as_the_outermost_lasts(page: contract.ControlPage) -> None:

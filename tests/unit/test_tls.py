@@ -20,16 +20,6 @@ NOW = dt.datetime.now(dt.UTC)
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("stranger"))
-
-
-@pytest.fixture(scope="module")
 def good(authority: Authority) -> TlsFiles:
     return authority.files("good", "10.0.0.1", "node-a")
 
