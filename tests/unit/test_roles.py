@@ -17,22 +17,20 @@ from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, Worke
 from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
-from agent.roles.core import (
-    Effect,
-    Event,
-    Local,
+from agent.roles.core import Local, RoleState, step
+from agent.roles.environment import RoleFacts, role_environment
+from agent.roles.events import (
     ProcessExited,
     ReplicaReported,
-    RoleState,
+    RoleEffect,
+    RoleEvent,
     RoleViewChanged,
     StartProcess,
     TerminateProcess,
     WriteRecord,
     WriteRoleResult,
     WriteShardMap,
-    step,
 )
-from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, RolePlan, RoleProcess, is_asked_for, plan
 from agent.roles.shards import ReplicaReport, first_map
@@ -189,7 +187,7 @@ class Agent:
         self.now = 0.0
         self.last = self.do(RoleViewChanged(self.view))
 
-    def do(self, event: Any) -> list[Effect]:  # noqa: ANN401 - one of the core's
+    def do(self, event: Any) -> list[RoleEffect]:  # noqa: ANN401 - one of the core's
         self.state, effects = step(self.state, event, self.now)
         for effect in effects:
             if isinstance(effect, WriteRecord):
@@ -197,11 +195,11 @@ class Agent:
         self.last = effects
         return effects
 
-    def see(self, **changed: Any) -> list[Effect]:  # noqa: ANN401 - parts of a view
+    def see(self, **changed: Any) -> list[RoleEffect]:  # noqa: ANN401 - parts of a view
         self.view = replace(self.view, **changed)
         return self.do(RoleViewChanged(self.view))
 
-    def end(self, process: RoleProcess, code: int, why: str = "ended") -> list[Effect]:
+    def end(self, process: RoleProcess, code: int, why: str = "ended") -> list[RoleEffect]:
         return self.do(ProcessExited(process, self.state.locals[process].incarnation, code, why))
 
     def starts(self) -> list[tuple[str, int]]:
@@ -428,7 +426,7 @@ WHOLE = ShardMap(
 )
 
 
-def placing(state: RoleState, event: Event, now: float) -> tuple[RoleState, ShardMap | None]:
+def placing(state: RoleState, event: RoleEvent, now: float) -> tuple[RoleState, ShardMap | None]:
     state, effects = step(state, event, now)
     return state, next((effect.map for effect in effects if isinstance(effect, WriteShardMap)), None)
 
