@@ -107,7 +107,7 @@ def _soak(asked: argparse.Namespace, directory: Path, reference: Reference) -> I
     with Cluster(directory / "soak") as cluster:
         for number in range(asked.faults):
             (name,) = chance.choices(names, weights)
-            time.sleep(asked.every)
+            time.sleep(asked.every)  # the cluster trains undisturbed between two faults
             outcome = play(cluster, FAULTS[name], chance.randrange(2**32), reference)
             if number == asked.faults - 1:
                 outcome = _checked(cluster, outcome, reference)

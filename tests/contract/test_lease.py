@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
+from waiting import wait_for
 
 from agent.runtime import loop as loop_
 from agent.runtime.loop import Heartbeat
@@ -79,10 +80,7 @@ def agent(store: CountingStore) -> Iterator[Agent]:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + BOUND_S
-    while not is_so():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.002)
+    wait_for(is_so, "the condition", BOUND_S, every_s=0.002)
 
 
 def now() -> float:

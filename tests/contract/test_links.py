@@ -798,7 +798,7 @@ def test_heartbeats_go_between_parts(a: Agent, b: Agent, make_proxy: MakeProxy, 
     while time.monotonic() < stop_at:
         step += 1
         a.links.send_part(part(step % 256, size_bytes=SNAPSHOT_PART_BYTES // 4))
-        time.sleep(0.01)
+        time.sleep(0.01)  # faster than parts are delivered
     assert a.states(b.me) == [UP]
     assert len(b.parts) > 3
 

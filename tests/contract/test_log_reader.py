@@ -377,7 +377,7 @@ def test_a_reader_that_asks_and_never_reads_is_not_read_for(
             connection._writer.write(b"\x00\x00\x00%c\x0b" % len(words) + words)
         before, asked = -1, 0
         while before < asked or not asked:  # until nothing more is read
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)  # no condition shows that nothing more will be read
             before, asked = asked, len(disk.asked)
         assert asked < 1000, "the kernel's buffers hold a few MiB; beyond them nothing is read"
         reader = _reader(agent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -180,10 +179,7 @@ def test_a_handoff_at_a_full_disk_trains_on(
 
 def answer_to(agent: FakeAgent) -> str:
     """Wait for what the agent is told; it gives no answer to that."""
-    give_up_at = time.monotonic() + BOUND_S
-    while not agent.unreadable:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.001)
+    wait_for(lambda: agent.unreadable, "the report", BOUND_S)
     return agent.unreadable[0]
 
 

@@ -167,7 +167,7 @@ def test_the_next_step_waits_for_the_copy(rank: Rank, hold: Hold) -> None:
 
     def copy_at_last() -> None:
         wait_for(lambda: rank.copier._copying is None, "training waits for it", BOUND_S)
-        time.sleep(0.2)
+        time.sleep(0.2)  # the wait that is measured below
         hold.may_copy.set()
 
     threading.Thread(target=copy_at_last).start()
