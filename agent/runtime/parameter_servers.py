@@ -8,13 +8,13 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from agent import node_facts
 from agent.config import AgentConfig, NodeConfig
 from agent.core.effects import Announce, Exit
 from agent.errors import ConfigError
 from agent.observe.log import log
 from agent.ports import hold_port
 from agent.roles import core
-from agent.roles.environment import RoleFacts
 from agent.roles.events import (
     RoleEffect,
     RoleEvent,
@@ -28,13 +28,13 @@ from agent.roles.events import (
 from agent.roles.model import RoleNode
 from agent.roles.plan import RolePlan, RoleProcess
 from agent.roles.store import RoleKeys, agree_on_spec
-from agent.roles.workers import RoleProcesses
-from agent.runtime import node_facts
 from agent.runtime.agent_certificates import check_files
 from agent.runtime.loop import Core, Inbox
 from agent.runtime.runtime import JobRuntime
 from agent.runtime.store_client import ParameterServerClient
 from agent.store.etcd import EtcdStore
+from agent.workers.role_environment import RoleFacts
+from agent.workers.role_processes import RoleProcesses
 
 _FREE_WITHIN_S = 2.0
 _LOOK_EVERY_S = 0.1

@@ -15,11 +15,11 @@ from integration.ps_cluster import PATIENCE_S
 from waiting import has_ended, wait_for
 
 from agent.config import WorkerConfig
-from agent.roles.environment import RoleFacts
 from agent.roles.events import ProcessExited, ReplicaReported
 from agent.roles.plan import RolePlan, RoleProcess
-from agent.roles.workers import RoleProcesses
 from agent.workers import standbys
+from agent.workers.role_environment import RoleFacts
+from agent.workers.role_processes import RoleProcesses
 from trainer_runtime import contract
 
 SHOWS = f"""

@@ -16,13 +16,13 @@ from integration.conftest import PATIENCE_S, open_store
 from nodes import TIMING
 from records import BEGAN_AT, RESTART, Run, ended
 
+from agent import node_facts
 from agent.core.incident import Incident
 from agent.core.model import Group, Identity, Leader, Node, Record, Spec
 from agent.links.pool import LinkPool
 from agent.links.queries import LiveRank, LiveRanks
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
-from agent.runtime import node_facts
 from agent.store.access import ANONYMOUS
 from agent.store.api import Put
 from agent.store.keys import JobKeys, encode

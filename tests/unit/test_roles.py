@@ -18,7 +18,6 @@ from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
 from agent.roles.core import Local, RoleState, step
-from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.events import (
     ProcessExited,
     ReplicaReported,
@@ -42,6 +41,7 @@ from agent.store.api import Put
 from agent.store.keys import encode
 from agent.store.memory import MemoryStore
 from agent.store.mirror import Mirror
+from agent.workers.role_environment import RoleFacts, role_environment
 from trainer_runtime.contract import EXIT_NO_RESTART
 from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 

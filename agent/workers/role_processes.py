@@ -11,12 +11,12 @@ from pathlib import Path
 from agent.config import WorkerConfig
 from agent.core import events as ev
 from agent.core.messages import signal_name
-from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.events import ProcessExited, ReplicaReported
 from agent.roles.plan import RoleProcess
 from agent.roles.shards import ReplicaReport
 from agent.workers.channel import ReplicaMessage
 from agent.workers.launch_plan import Launch, RankCommand, StandbyPlan
+from agent.workers.role_environment import RoleFacts, role_environment
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime.shard_map import ShardMap
 
