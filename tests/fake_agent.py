@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 
 class FakeAgent:
-    """Commits whatever is asked, unless it is told to refuse."""
+    """Commits all checkpoints, unless it is set to refuse."""
 
     def __init__(self, committed: dict[str, Any] | None = None) -> None:
         self.committed = committed
-        """The job's record."""
+        """The job's committed checkpoint."""
         self.refuses = ""
         self.is_mute = False
         self.is_over = True
-        """The group is, for those that ask whether to leave."""
+        """Whether the group is over, for workers that ask whether to leave."""
         self.asked: list[dict[str, Any]] = []
-        """What workers wanted to publish."""
+        """Checkpoints that workers asked to publish."""
         self.unreadable: list[str] = []
-        """What workers said that they could not read."""
+        """Descriptions of states that workers could not read."""
         self.started: list[dict[str, Any]] = []
-        """What workers said of their first step."""
+        """Reports of first steps."""
         self.snapshots: list[int] = []
-        """Steps of which workers said that their snapshots are whole."""
+        """Steps for which workers reported a complete snapshot."""
         self.quiesced: list[tuple[int, int]] = []
-        """Handoffs, and steps, at which workers said that all stand still with snapshots."""
+        """Handoffs, and steps, for which workers reported that all ranks are quiesced with snapshots."""
         self.damaged: list[dict[str, Any]] = []
-        """Pieces of which workers said that they are damaged."""
+        """Pieces that workers reported as damaged."""
         self.copy: dict[str, Any] | None = None
-        """The copy to begin from, if it is not the committed one."""
+        """The state to begin from, if it is not that of the committed checkpoint."""
         self.held: list[dict[str, Any]] = []
-        """What it holds of that in memory, and the next: where, by descriptors."""
+        """The pieces of that state in memory; `memories` has their descriptors."""
         self.memories: list[int] = []
         self.on_publish: Callable[[dict[str, Any]], object] = lambda _asked: None
         self._channels: list[AgentChannel] = []

@@ -195,7 +195,7 @@ class Cluster:
         return run("docker", "run", "--rm", *beside, *_ROOTED, "--entrypoint=sh", IMAGE, "-ec", script)
 
     def cut(self, node: str, others: Iterable[str], *, ways: Iterable[str] = ("in", "out")) -> None:
-        """Drop what a node hears from some addresses, or says to them."""
+        """Drop what a node receives from some addresses, or sends to them."""
         rules = []
         for other in others:
             rules += [f"iptables -A INPUT -s {other} -j DROP"] if "in" in ways else []

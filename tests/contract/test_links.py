@@ -453,7 +453,7 @@ def test_a_connection_that_is_only_cut_is_opened_again(
     wait_until(lambda: a.states(b.me) == [UP, SILENT, UP])
 
 
-def test_a_silent_peer_is_dialled_anew_for_its_connection_may_never_recover(
+def test_a_silent_peer_is_dialled_again_because_its_connection_may_never_recover(
     a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
 ) -> None:
     proxy = make_proxy(b.links.port)
@@ -1042,12 +1042,12 @@ def _descriptors() -> set[str]:
 
 def _answers_to(agent: Agent, words: bytes) -> bytes:
     """Send bytes to an agent's port; return everything received until it closes the connection."""
-    heard = b""
+    received = b""
     with socket.create_connection(("127.0.0.1", agent.links.port), timeout=DEADLINE_S) as sock, suppress(OSError):
         sock.sendall(words)
         while data := sock.recv(4096):
-            heard += data
-    return heard
+            received += data
+    return received
 
 
 def _echo(listener: socket.socket) -> None:

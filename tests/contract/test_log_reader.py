@@ -425,4 +425,4 @@ def test_an_agent_that_leaves_does_not_wait_for_a_reader_that_stays(agent: Agent
             await reader.read(READ)
 
     _play(play())
-    assert neighbour.states == [LinkState.UP], "it heard a goodbye"
+    assert neighbour.states == [LinkState.UP], "it received a goodbye"

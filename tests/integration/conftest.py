@@ -161,7 +161,7 @@ class Job(LocalCluster):
 
 
 def open_store(server: str) -> EtcdStore:
-    """A connection of the test's own, which an etcd that stands still for some seconds does not break."""
+    """A connection of the test's own, which an etcd that hangs for some seconds does not break."""
     return EtcdStore((server,), retry_for_s=PATIENCE_S)
 
 

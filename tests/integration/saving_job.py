@@ -49,7 +49,7 @@ class Saving(Job):
         return later
 
     def hold(self, moment: str) -> int:
-        """Wait until the save of a step stands still at that moment; return the step."""
+        """Wait until the save of a step is held at that moment; return the step."""
         is_held = self.directory / "held"
         is_held.unlink(missing_ok=True)
         (self.directory / "hold").write_text(moment)

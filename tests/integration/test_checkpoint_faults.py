@@ -359,7 +359,7 @@ def read():
 tr.init()
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10))
 number, data, _ = share_from_main(read)
-print("heard", number, len(data))
+print("received", number, len(data))
 """
 
 
@@ -368,4 +368,4 @@ def test_a_wait_for_the_checkpoint_may_be_longer_than_a_collective(tmp_path: Pat
     """The node whose disk has it may be away for hours; nobody fails for that."""
     with started(["-c", READ_SLOWLY], world=2, group=1, directory=tmp_path) as ranks:
         results = ranks.finish()
-    assert [(code, output.splitlines()[-1:]) for code, output in results] == [(0, ["heard 7 3"])] * 2, results
+    assert [(code, output.splitlines()[-1:]) for code, output in results] == [(0, ["received 7 3"])] * 2, results

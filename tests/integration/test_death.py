@@ -73,7 +73,7 @@ def test_a_killed_agent_leaves_nothing_behind(family_job: Job) -> None:
     assert_gone(family | guardians)
 
 
-def test_what_somebody_stops_goes_on_and_nothing_stopped_outlives_its_agent(family_job: Job) -> None:
+def test_stopped_processes_are_continued_and_none_outlives_its_agent(family_job: Job) -> None:
     """The guardian and the page's process: no descriptor tells of that."""
     node = family_job.start("a", "1", [str(family_job.directory / "family.py")], options=["--http=0"])
     family = family_of(family_job, 1)

@@ -229,7 +229,7 @@ def test_a_group_that_was_cut_off_has_no_say_in_what_its_successor_resumes_from(
 
 @pytest.mark.long("agent-paused.txt; test_a_hung_loop_loses_its_lease in contract/test_lease.py")
 def test_a_hung_agent_loses_its_place(counted: Counting, sight: Sight) -> None:
-    """Its process lives and its threads run, but its loop stands still: that is no reason to keep its lease alive.
+    """Its process lives and its threads run, but its loop hangs: that is no reason to keep its lease alive.
 
     One that is late for half a lease, on a busy machine, keeps its place.
     """

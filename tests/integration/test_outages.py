@@ -148,7 +148,7 @@ def test_training_goes_on(coordinator: Coordinator, running: Job, name: str) -> 
     assert_still_works(running, running.group)
 
 
-def test_a_node_whose_record_nobody_can_read_keeps_nobody_from_going_on(coordinator: Coordinator, running: Job) -> None:
+def test_an_unreadable_record_of_a_node_does_not_stop_the_others(coordinator: Coordinator, running: Job) -> None:
     """It is of another version of elastic-agent."""
     running.group = running.status()["group"]
     with closing(open_store(coordinator.endpoint)) as store:

@@ -45,7 +45,7 @@ agent = socket.socket(fileno=int(os.environ[contract.CHANNEL_FD]))
 seq = 0
 def say(**message):
     agent.send(json.dumps(message).encode())
-def hear():
+def receive():
     answer, fds, _, _ = socket.recv_fds(agent, contract.MESSAGE_BYTES, contract.MAX_DESCRIPTORS)
     return json.loads(answer), fds
 def snap(step):
@@ -64,7 +64,7 @@ def snap(step):
     say(snapshot={"step": step})
 def read_memory():
     say(ask="restore_point")
-    answer, fds = hear()
+    answer, fds = receive()
     for piece, fd in zip(answer["restore_point"]["memory"], fds, strict=True):
         print(piece["kind"], piece["rank"], piece["world_size"], os.pread(fd, piece["bytes"], piece["at"]), flush=True)
     print("read", len(fds), flush=True)
@@ -217,12 +217,12 @@ def test_only_the_restored_snapshot_is_offered(bench: Bench) -> None:
 def test_a_piece_that_a_rank_finds_damaged_is_no_longer_held(bench: Bench) -> None:
     """A snapshot that all ranks find damaged is then incomplete, so no further group starts from it."""
     kill_in_training(bench, 5)
-    bench.start("say(ask='restore_point'); hear(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
+    bench.start("say(ask='restore_point'); receive(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
     bench.workers.send_restore_point(resume(2, copy(1, 5)))
     assert bench.end() == (msgspec.structs.replace(held(1, 5, 0, 1), has_common=False),)
     bench.start(
         "rank or say(ask='restore_point'); "
-        "rank or print([piece['kind'] for piece in hear()[0]['restore_point']['memory']])",
+        "rank or print([piece['kind'] for piece in receive()[0]['restore_point']['memory']])",
         group=3,
     )
     bench.workers.send_restore_point(resume(3, copy(1, 5)))
@@ -253,7 +253,7 @@ def test_a_snapshot_may_be_reported_while_a_question_is_open(bench: Bench) -> No
         "took_s": 0.1,
         "at": 0.0,
     }
-    bench.start(f"say(publish=json.loads({json.dumps(question)!r}))\nsnap(5)\nprint(hear())", ranks=1)
+    bench.start(f"say(publish=json.loads({json.dumps(question)!r}))\nsnap(5)\nprint(receive())", ranks=1)
     assert isinstance(bench.events.get(timeout=DEADLINE_S), PublishAsked)
     wait_for(lambda: bench.handed != [], f"a part; {bench.text()}", DEADLINE_S)
     bench.workers.send_publish_answer(1, copy(1, 1), None, "no")

@@ -252,7 +252,7 @@ def test_guesses_of_a_chosen_token_are_slowed_down_and_the_right_one_is_accepted
     assert ask(served.token, "127.0.0.4") == 401, "the job's own does not count there"
 
 
-def test_nobody_can_bar_others_from_a_page_whose_token_nobody_chose(served: Served) -> None:
+def test_wrong_guesses_do_not_lock_others_out_of_a_page_with_a_derived_token(served: Served) -> None:
     def ask(token: str) -> int:
         return served.ask_page("GET", "/session", None, {"Authorization": f"Bearer {token}"})[0]
 

@@ -163,7 +163,7 @@ class Invariants:
         self._own_failures[number] = self._own_failures.get(number, 0) + 1
 
     def on_hang(self, number: int) -> None:
-        """An agent tells that its ranks stand still: that may be counted as a failure of theirs."""
+        """An agent reports that its ranks are stalled: that may be counted as a failure of theirs."""
         self.on_own_failure(number)
 
     def on_begin(self, group: Group, resume: RestorePoint, copy: StateId | None) -> None:
@@ -307,7 +307,7 @@ class Invariants:
             self._stood, self._is_stood_in_memory = (world, world.copy), True
 
     def _have_all_reported(self, world: World) -> bool:
-        """Whether all members said in time that their ranks stand still, with snapshots."""
+        """Whether all members reported in time that their ranks are quiesced, with snapshots."""
         told = self._cluster.etcd.records(KEYS.statuses(world.group.number), MemberStatus)
         quiesced = [each.quiesced for each in told if each.quiesced is not None]
         here = [each for each in quiesced if each.number == world.standstill.number and not each.is_late]
@@ -381,7 +381,7 @@ class Invariants:
         history = self._cluster.training.history
         if self._stood is not None:
             (world, copy), self._stood = self._stood, None
-            may_go_on = world.copy != copy and history.is_after(resume.copy, copy)  # they never heard of it
+            may_go_on = world.copy != copy and history.is_after(resume.copy, copy)  # they were never notified
             assert may_go_on or resume.copy == copy, f"{named(copy)} was handed over, not {named(resume.copy)}"
         assert all(history.is_after(resume.copy, cut) for cut in resume.lineage), f"no lineage: {resume}"
         self.resumes[resume.group] = resume

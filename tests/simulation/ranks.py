@@ -117,7 +117,7 @@ class Ranks:
     def _set_handoff(self, group: int, number: int, *, in_memory: bool) -> None:
         """It stands on their page, and they see it when they look."""
         if not self.number:
-            return  # they are gone, and their agent has yet to hear of it
+            return  # they are gone, and their agent does not know it yet
         assert group == self.number, "workers are told of another group's handoff"
         assert number > self.page, "workers are told twice"
         self.page, self.in_memory = number, in_memory

@@ -136,7 +136,7 @@ class Process:
         self.is_ending = False
         self.was_asked = False
         """It ended since it was to."""
-        self.heard = 0
+        self.map_number = 0
         """Number of the last map that it was told."""
 
     def end(self, code: int) -> None:
@@ -145,8 +145,8 @@ class Process:
             ProcessExited(self.planned, self.incarnation, code, f"ended with {code}" if code else "")
         )
 
-    def hear(self, told: ShardMap) -> None:
-        self.heard = told.number
+    def receive(self, told: ShardMap) -> None:
+        self.map_number = told.number
 
 
 class Server(Process):
@@ -158,8 +158,8 @@ class Server(Process):
         self.copies = [Copy() for _ in world.plan.of("server")]
         self.told: deque[ShardMap] = deque()
 
-    def hear(self, told: ShardMap) -> None:
-        super().hear(told)
+    def receive(self, told: ShardMap) -> None:
+        super().receive(told)
         self.told.append(told)
 
     def take_map(self) -> None:
@@ -332,7 +332,7 @@ class Agent:
                 self.processes[planned].is_ending = True
             case SendShardMap(told):
                 for process in self.processes.values():
-                    process.hear(told)
+                    process.receive(told)
             case WriteRoleResult(result):
                 own = [local for planned, local in self.state.locals.items() if planned.kind != "server"]
                 assert result.code or all(local.final_record for local in own), "one result: own workers are waited for"
@@ -657,7 +657,7 @@ class World:
         if current is None or len(self.view.nodes) < len(self.plan.machines) or self.late:
             return False
         there = {process.me for process in self.processes if isinstance(process, Server)}
-        if any(process.heard != current.number for process in self.processes):
+        if any(process.map_number != current.number for process in self.processes):
             return False
         wants = self.plan.replicas and len(there) > 1
         return len(there) == len(self.plan.of("server")) and all(

@@ -293,7 +293,7 @@ def test_a_node_that_is_lost_now_and_then_is_let_in_soon(seed: int) -> None:
 
 
 @seeds
-def test_where_each_time_another_node_is_lost_those_that_come_back_are_let_in_at_once(seed: int) -> None:
+def test_if_a_different_node_is_lost_each_time_returning_nodes_are_let_in_at_once(seed: int) -> None:
     """However soon the next one is lost."""
     cluster = Cluster(seed, np=(2, 3))
     agents = {name: cluster.start(name) for name in ("a", "b", "c")}

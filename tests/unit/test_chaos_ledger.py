@@ -47,7 +47,7 @@ def test_a_step_that_was_not_seen_to_end_may_be_where_the_next_group_begins() ->
     assert lost_steps(lines) == {1: 0, 2: 0}
 
 
-def test_a_step_whose_commit_was_begun_is_done_again_though_nobody_saw_it_end() -> None:
+def test_a_step_whose_commit_had_begun_counts_as_repeated() -> None:
     """At a handoff a rank's commit does not return: that step is saved, and may not be done again."""
     lines = [*take(1, range(1, 5), commits_last=False), *take(2, range(4, STEPS + 1), at=10.0)]
     assert lost_steps(lines) == {1: 0, 2: 0}

@@ -1,4 +1,4 @@
-"""Ranks that stand still, as a table: which one the others wait for, and when its group is ended."""
+"""Stalled ranks, as a table: which one the others wait for, and when its group is ended."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def view(
 def test_a_group_is_ended_once_it_is_certain_or_no_stack_moves_where_it_is_awaited(
     stages: tuple[str, ...], doing: tuple[Doing, ...], due: object
 ) -> None:
-    """The stack of the rank at fault must stand still, whatever those of the others do."""
+    """The stack of the rank at fault must not change, whatever those of the others do."""
     told = [stall(*each) for each in zip(NAMES, doing, stages, strict=True)]
     assert is_due(told) is due
 

@@ -94,7 +94,7 @@ def test_both_ends_of_a_handshake_know_the_identity_of_the_other() -> None:
     assert called == LinkCaller(session, A, is_reader=False)
 
 
-def test_a_reader_is_let_in_as_one_by_any_incarnation_of_its_node() -> None:
+def test_a_reader_is_admitted_by_any_incarnation_of_its_node() -> None:
     dialled, called = _meet(Credential(KEY, A), Identity("b", ""), Credential(KEY, B), is_reader=True)
     assert isinstance(dialled, tuple)
     assert called == LinkCaller(dialled[0], A, is_reader=True)

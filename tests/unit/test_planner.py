@@ -79,15 +79,17 @@ def finished(name: str) -> ExitReport:
 def view(
     job: Stored[Spec], *nodes: Stored[Node], now: Stored[Group] | None = None, reports: tuple[ExitReport, ...] = ()
 ) -> ClusterView:
-    """In which all nodes hear the group that there is."""
-    heard = now.value.number if now is not None else 0
-    hearing = [replace(each, value=msgspec.structs.replace(each.value, reachable_group=heard)) for each in nodes]
+    """A view in which all nodes reach the current group."""
+    group_number = now.value.number if now is not None else 0
+    reaching = [
+        replace(each, value=msgspec.structs.replace(each.value, reachable_group=group_number)) for each in nodes
+    ]
     return ClusterView(
         revision=100,
         is_whole=True,
         spec=job,
         group=now,
-        nodes=tuple(sorted(hearing, key=lambda n: n.create_revision)),
+        nodes=tuple(sorted(reaching, key=lambda n: n.create_revision)),
         statuses=statuses(*reports),
         resume=Stored(RestorePoint(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11)
         if now

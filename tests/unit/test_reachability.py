@@ -1,4 +1,4 @@
-"""Who can train together where some do not hear each other."""
+"""Which nodes can train together if some cannot reach each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pairs(*names: str) -> frozenset[frozenset[Identity]]:
 
 
 def view_of(names: str, *said: str, has_had_link: str = NAMES) -> ClusterView:
-    """A group of these, where the first of each pair says that it does not hear the second."""
+    """A group of these nodes, in which the first of each pair reports that it cannot reach the second."""
     group = Group(
         run="r",
         number=1,
@@ -93,7 +93,7 @@ def test_a_node_outside_the_group_is_unreachable_by_its_own_report() -> None:
     assert unreachable_from_outside(ClusterView(9, is_whole=True)) == frozenset()
     lost = tuple(replace(each, value=msgspec.structs.replace(each.value, is_lost=True)) for each in view.suspects)
     assert unreachable_from_outside(replace(view, suspects=lost)) == frozenset(), (
-        "that one is gone, and not out of hearing"
+        "that one is gone, and not unreachable"
     )
 
 

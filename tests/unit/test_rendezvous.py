@@ -67,7 +67,7 @@ def test_a_second_one_at_the_same_time_is_another_job(capsys: pytest.CaptureFixt
     assert meet().job.job_id == first
 
 
-def test_one_that_has_finished_is_begun_anew(tmp_path: Path) -> None:
+def test_a_finished_job_is_started_over(tmp_path: Path) -> None:
     first = meet().job.job_id
     let_go()
     standalone.note_finished(first)

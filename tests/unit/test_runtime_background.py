@@ -35,7 +35,7 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Disk:
-    """A disk that stands still until it is told to go on."""
+    """A disk that hangs until it is allowed to continue."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.goes = threading.Event()
@@ -98,7 +98,7 @@ def test_the_next_save_waits_for_the_disk(tmp_path: Path, disk: Disk) -> None:
     assert disk.written == 2
 
 
-def test_the_copy_is_let_go_while_the_verdict_is_awaited(tmp_path: Path) -> None:
+def test_the_copy_is_released_while_the_verdict_is_awaited(tmp_path: Path) -> None:
     """An outage of etcd may take an hour."""
     agent, is_back = FakeAgent(), threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)

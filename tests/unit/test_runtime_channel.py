@@ -148,7 +148,7 @@ def test_a_channel_may_have_a_high_number() -> None:
             assert made.ask_leave(BOUND_S)
 
 
-def test_a_rank_that_nobody_answers_goes_on_and_a_late_word_confuses_no_later_question(
+def test_a_rank_without_an_answer_continues_and_a_late_answer_confuses_no_later_question(
     ends: tuple[socket.socket, AgentChannel],
 ) -> None:
     assert not ends[1].ask_leave(0.01)

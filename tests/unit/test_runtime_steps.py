@@ -106,7 +106,7 @@ def test_a_handoff_saves_and_leaves_for_a_restart(agent: FakeAgent, page: contra
     assert [(asked["name"], asked["handoff"]) for asked in agent.asked] == [(stem_of("us", 3, 3), 4)]
 
 
-def test_a_framework_is_told_to_stop_instead(agent: FakeAgent, page: contract.ControlPage) -> None:
+def test_a_framework_is_asked_to_stop_instead(agent: FakeAgent, page: contract.ControlPage) -> None:
     state = tr.State(save_every=100, leave_on_handoff=False, best=0.0)
     train_until_asked(state, page, at=3)
     assert (state.should_stop, state.step, len(agent.asked)) == (True, 3, 1)

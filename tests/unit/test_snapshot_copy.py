@@ -54,7 +54,7 @@ class Rank:
         self.step += 1
 
     def replay(self) -> None:
-        """Take a step as a CUDA graph does that holds the optimizer's: no hook hears of it, and no tensor counts it."""
+        """Take a step as a CUDA graph does that holds the optimizer's: no hook is called, and no tensor counts it."""
         tensors = snapshot_copy._changed_by(self.opt)
         versions = snapshot_copy._versions(tensors)
         for tensor in tensors:
@@ -212,7 +212,7 @@ def test_a_snapshot_before_any_observed_step_is_copied_at_once(
 def test_once_a_step_is_captured_everything_is_copied_at_once(
     rank: Rank, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after a step that was heard of: a graph does the next one, maybe."""
+    """Also after a step that was observed: the next one may be done by a graph."""
     rank.train()
     with monkeypatch.context() as patch:
         patch.setattr(snapshot_copy, "_is_capturing", lambda: True)
@@ -298,7 +298,7 @@ def test_what_is_small_is_copied_at_once() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer by its class alone, as those of frameworks are: its steps are another's, or nobody hears of them."""
+    """An optimizer by its class alone, as those of frameworks are: its steps are another's, or are not observed."""
 
     def __init__(self, inner: object) -> None:
         self.optimizer = inner

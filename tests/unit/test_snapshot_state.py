@@ -245,9 +245,7 @@ def test_state_that_is_only_in_memory_is_saved_when_the_script_asks_for_it(
     assert [path.parent.name for path in tmp_path.glob("*/manifest.json")] == ["us-g000002-s000000003"]
 
 
-def test_the_memory_that_was_resumed_from_is_let_go_of_at_the_first_step(
-    start: Callable[..., FakeAgent], memory: int
-) -> None:
+def test_the_restored_memory_is_released_at_the_first_step(start: Callable[..., FakeAgent], memory: int) -> None:
     """Else there would be a third and a fourth copy of the model on this node."""
     _, again, name = _resumed(start, memory)
     taken = _open_here().count(name)
@@ -257,7 +255,7 @@ def test_the_memory_that_was_resumed_from_is_let_go_of_at_the_first_step(
     assert not [line for line in maps if name in line and "rw-p" in line]
 
 
-def test_what_is_not_said_and_let_go_of_at_the_first_step_is_at_a_later_one(
+def test_a_report_and_release_that_wait_at_the_first_step_follow_at_a_later_one(
     start: Callable[..., FakeAgent], memory: int
 ) -> None:
     """A checkpoint that waits for its verdict has the channel."""

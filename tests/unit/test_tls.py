@@ -194,7 +194,7 @@ def test_links_do_not_end_because_a_certificate_has_expired_meanwhile(authority:
         shaken(tls.dialling(files, names_host=True), server, "10.0.0.1")
 
 
-def test_nor_because_that_of_the_one_who_calls_has(authority: Authority) -> None:
+def test_links_do_not_end_because_the_callers_certificate_has_expired(authority: Authority) -> None:
     files = authority.files("called", "10.0.0.1")
     cert, key = authority.issue("calls", "10.0.0.2", not_after=NOW - dt.timedelta(days=1))
     called = link_tls(files)

@@ -1,4 +1,4 @@
-"""Nodes and workers that end, or stand still."""
+"""Nodes and workers that end or hang."""
 
 from __future__ import annotations
 
