@@ -16,7 +16,7 @@ class Proxy:
         host, port = target.rsplit(":", 1)
         self._target = (host, int(port))
         self._ends: list[socket.socket] = []
-        self._is_deaf = threading.Event()
+        self._drops_received = threading.Event()
         self._held = hold_port("127.0.0.1")  # else another program could have it while the cable is pulled
         self.endpoint = f"127.0.0.1:{self._held.getsockname()[1]}"
         self._listener = self._listen()
@@ -33,12 +33,12 @@ class Proxy:
             end.close()
         self._ends.clear()
 
-    def deafen(self) -> None:
+    def drop_received(self) -> None:
         """From now on etcd's answers are lost. Until it is plugged in again."""
-        self._is_deaf.set()
+        self._drops_received.set()
 
     def plug_in(self) -> None:
-        self._is_deaf.clear()
+        self._drops_received.clear()
         self._listener = self._listen()
         self._accept_on_thread()
 
@@ -64,7 +64,7 @@ class Proxy:
                     near.close()
                     continue
                 self._ends += [near, far]
-                for source, sink, is_lost in ((near, far, None), (far, near, self._is_deaf)):
+                for source, sink, is_lost in ((near, far, None), (far, near, self._drops_received)):
                     threading.Thread(target=_copy, args=(source, sink, is_lost), daemon=True).start()
 
 

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from authority import Authority
 
 import agent.store  # noqa: F401 - it says how gRPC behaves: before a test imports that
 
@@ -12,6 +13,18 @@ pytest_plugins = ["process_tests"]
 
 # A shell without job control starts what goes to the background deaf to Ctrl-C, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """An authority of certificates."""
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Another authority, whose certificates are not accepted."""
+    return Authority(tmp_path_factory.mktemp("stranger"))
 
 
 @pytest.fixture(scope="session", autouse=True)

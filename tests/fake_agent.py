@@ -1,4 +1,7 @@
-"""The agent's end of a worker's channel, for tests of the runtime: a real socket, answered on a thread."""
+"""The agent's end of a worker's channel, for tests of the runtime: a real socket, answered on a thread.
+
+Also fixtures in the form of functions: this process as a worker with or without an agent.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,47 @@ import json
 import os
 import socket
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainer_runtime import contract
+import trainer_runtime as tr
+from trainer_runtime import agent_channel, contract
 from trainer_runtime.agent_channel import AgentChannel
 from trainer_runtime.snapshot_page import read_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
+    from pathlib import Path
+
+    import pytest
 
 
 class FakeAgent:
-    """Commits whatever is asked, unless it is told to refuse."""
+    """Commits all checkpoints, unless it is set to refuse."""
 
     def __init__(self, committed: dict[str, Any] | None = None) -> None:
         self.committed = committed
-        """The job's record."""
+        """The job's committed checkpoint."""
         self.refuses = ""
         self.is_mute = False
         self.is_over = True
-        """The group is, for those that ask whether to leave."""
+        """Whether the group is over, for workers that ask whether to leave."""
         self.asked: list[dict[str, Any]] = []
-        """What workers wanted to publish."""
+        """Checkpoints that workers asked to publish."""
         self.unreadable: list[str] = []
-        """What workers said that they could not read."""
-        self.began: list[dict[str, Any]] = []
-        """What workers said of their first step."""
-        self.snapped: list[int] = []
-        """Steps of which workers said that their snapshots are whole."""
-        self.stood: list[tuple[int, int]] = []
-        """Handoffs, and steps, at which workers said that all stand still with snapshots."""
+        """Descriptions of states that workers could not read."""
+        self.started: list[dict[str, Any]] = []
+        """Reports of first steps."""
+        self.snapshots: list[int] = []
+        """Steps for which workers reported a complete snapshot."""
+        self.quiesced: list[tuple[int, int]] = []
+        """Handoffs, and steps, for which workers reported that all ranks are quiesced with snapshots."""
         self.damaged: list[dict[str, Any]] = []
-        """Pieces of which workers said that they are damaged."""
+        """Pieces that workers reported as damaged."""
         self.copy: dict[str, Any] | None = None
-        """The copy to begin from, if it is not the committed one."""
+        """The state to begin from, if it is not that of the committed checkpoint."""
         self.held: list[dict[str, Any]] = []
-        """What it holds of that in memory, and the next: where, by descriptors."""
+        """The pieces of that state in memory; `memories` has their descriptors."""
         self.memories: list[int] = []
         self.on_publish: Callable[[dict[str, Any]], object] = lambda _asked: None
         self._channels: list[AgentChannel] = []
@@ -88,7 +96,7 @@ class FakeAgent:
         while packet := self._sock.recv(contract.MESSAGE_BYTES):
             answer = self._answer(json.loads(packet))
             if answer is not None and not self.is_mute:
-                memories = self.memories if "resume" in answer else []
+                memories = self.memories if "restore_point" in answer else []
                 socket.send_fds(self._sock, [json.dumps(answer).encode()], memories)
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -98,24 +106,24 @@ class FakeAgent:
             return None
         if message == {"ask": "leave"}:
             return {"leave": True} if self.is_over else None
-        assert message == {"ask": "resume"}
-        return self._resume()
+        assert message == {"ask": "restore_point"}
+        return self._restore_point()
 
     def _note(self, message: dict[str, Any]) -> bool:
         """What needs no answer."""
         (kind, said), *_ = message.items()
-        told = {"unreadable": self.unreadable, "damaged": self.damaged, "began": self.began}
-        if kind == "snapped":
-            self.snapped.append(said["step"])
-        elif kind == "stood":
-            self.stood.append((said["handoff"], said["step"]))
+        told = {"unreadable": self.unreadable, "damaged": self.damaged, "started": self.started}
+        if kind == "snapshot":
+            self.snapshots.append(said["step"])
+        elif kind == "quiesced":
+            self.quiesced.append((said["handoff"], said["step"]))
         elif kind in told:
             told[kind].append(said)
-        return kind in {"snapped", "stood", *told}
+        return kind in {"snapshot", "quiesced", *told}
 
-    def _resume(self) -> dict[str, Any]:
+    def _restore_point(self) -> dict[str, Any]:
         copy = self.copy or (self.committed and self.committed["copy"])
-        return {"resume": {"copy": copy, "checkpoint": self.committed, "memory": self.held}}
+        return {"restore_point": {"copy": copy, "checkpoint": self.committed, "memory": self.held}}
 
     def _verdict(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(asked)
@@ -125,3 +133,36 @@ class FakeAgent:
             self.committed = {"v": 1, **asked, "number": number}
         checkpoint = None if self.refuses else self.committed
         return {"verdict": {"copy": asked["copy"], "checkpoint": checkpoint, "reason": self.refuses}}
+
+
+def start_without_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove an agent's variables from the environment, and initialize the runtime."""
+    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
+        monkeypatch.delenv(name, raising=False)
+    tr.init()
+
+
+@contextmanager
+def control_page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
+    """Give this process a control page."""
+    page, descriptor = contract.ControlPage.create("test")
+    monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
+    yield page
+    os.close(descriptor)
+    page.close()
+
+
+@contextmanager
+def agent_of_this_process(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
+    """Make this process a worker of an agent, in group 3, with checkpoints in `directory`."""
+    agent = FakeAgent()
+    agent_channel._open_once.cache_clear()
+    variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(directory)}
+    for name, value in {**variables, contract.CHANNEL_FD: str(agent.theirs.fileno())}.items():
+        monkeypatch.setenv(name, value)
+    yield agent
+    taken = agent_channel.open_channel()
+    assert taken
+    taken._sock.detach()
+    agent_channel._open_once.cache_clear()
+    agent.close()

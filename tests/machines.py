@@ -80,7 +80,7 @@ class Network:
         return process
 
     def lose(self, machine: int) -> None:
-        """Take a machine away: nobody hears of it any more, and all that runs there is killed."""
+        """Take a machine away: it cannot be reached any more, and all that runs there is killed."""
         self._run(self._keepers[machine], "ip link set eth0 down")
         inode = os.stat(f"/proc/{self._keepers[machine].pid}/ns/net").st_ino  # noqa: PTH116 - of the link's target
         for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:  # noqa: PTH208

@@ -73,17 +73,17 @@ class Standby:
         self.process = _start(command, told, cwd, (theirs.fileno(), self._order, self._imports))
         theirs.close()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Return what it says once; empty if it ended without a word."""
         said = self._sock.recv(1 << 16)
-        heard: dict[str, Any] = json.loads(said) if said else {}
-        return heard
+        received: dict[str, Any] = json.loads(said) if said else {}
+        return received
 
-    def hear_tainted(self) -> list[str]:
+    def receive_tainted(self) -> list[str]:
         """Return all the names that it may not import, which are the last that it says; it may say them in parts."""
         names: list[str] = []
-        while heard := self.hear():
-            names += heard["tainted"]
+        while received := self.receive():
+            names += received["tainted"]
         return names
 
     def go(self, **changed: str) -> None:
@@ -125,8 +125,8 @@ def run_warm(command: list[str], env: dict[str, str], cwd: Path, **standby: list
     """Run it as a standby that is told to go."""
     waiting = Standby(command, env, cwd, **standby)
     try:
-        heard = waiting.hear()
-        assert "warm" in heard, (heard, waiting.end())
+        received = waiting.receive()
+        assert "warm" in received, (received, waiting.end())
         waiting.go()
         return waiting.end()
     finally:

@@ -10,13 +10,22 @@ from pathlib import Path
 
 import psutil
 
+_EVERY_S = 0.01
 
-def wait_for(is_so: Callable[[], object], what: str, within_s: float = 60.0) -> None:
+
+def wait_for(is_so: Callable[[], object], what: str, within_s: float = 60.0, *, every_s: float = _EVERY_S) -> None:
     """Wait until the condition is true; fail in time if it never is."""
+    assert comes_true(is_so, within_s, every_s=every_s), f"not in time: {what}"
+
+
+def comes_true(is_so: Callable[[], object], within_s: float, *, every_s: float = _EVERY_S) -> bool:
+    """Wait until the condition is true, and return whether it was in time. It is checked every `every_s` seconds."""
     give_up_at = time.monotonic() + within_s
     while not is_so():
-        assert time.monotonic() < give_up_at, f"not in time: {what}"
-        time.sleep(0.01)
+        if time.monotonic() >= give_up_at:
+            return False
+        time.sleep(every_s)
+    return True
 
 
 def freeze(pid: int) -> None:

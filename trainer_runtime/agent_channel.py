@@ -102,12 +102,12 @@ class AgentChannel:
         """
         with self._lock:
             if self._restore_point is None:
-                answer = self._ask({"ask": "resume"})
+                answer = self._ask({"ask": "restore_point"})
                 descriptors, self._descriptors = self._descriptors, []
                 try:
                     self._restore_point = parse_restore_point(answer, descriptors)
                 except ValueError as error:
-                    raise ChannelError("where to resume", error) from error
+                    raise ChannelError("the restore point", error) from error
             return self._restore_point
 
     def publish(self, asked: CommittedCheckpoint) -> Verdict:
@@ -151,12 +151,12 @@ class AgentChannel:
         The report is dropped if the agent has exited, or if the socket's buffer is full.
         """
         with suppress(OSError):
-            self._sock.send(json.dumps({"snapped": {"step": step}}).encode(), socket.MSG_DONTWAIT)
+            self._sock.send(json.dumps({"snapshot": {"step": step}}).encode(), socket.MSG_DONTWAIT)
 
     def report_quiesced(self, handoff: int, step: int) -> None:
         """Report that all ranks are quiesced for this handoff, each with a snapshot of this step. Does not block."""
         with suppress(OSError):
-            message = {"stood": {"handoff": handoff, "step": step}}
+            message = {"quiesced": {"handoff": handoff, "step": step}}
             self._sock.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
 
     def report_damaged(self, piece: ReplicaPiece) -> None:
@@ -213,7 +213,7 @@ class AgentChannel:
         self._has_reported = True
         try:
             with suppress(AgentGoneError):
-                self._send({"began": self._milestones})
+                self._send({"started": self._milestones})
         finally:
             self._lock.release()
 

@@ -12,7 +12,7 @@ writer, so an aligned 8-byte store needs no lock:
 | 0 | version | agent | `PAGE_VERSION` |
 | 8 | step | worker | highest step committed by this rank in this group; 0 before the first |
 | 16 | handoff | agent | number of the requested handoff; 0: none. Only increases |
-| 24 | stopped | worker | number of the handoff for which this rank is quiesced; 0: it trains. See below |
+| 24 | quiesced | worker | number of the handoff for which this rank is quiesced; 0: it trains. See below |
 | 32 | phase | worker | 1 where no steps are expected: within `tr.phase`, and after the last epoch; else 0 |
 | 40 | own_us | worker | this rank's own time in this group's steps, without waits for other ranks; sum, microseconds |
 | 48 | stacks | worker | signal on which the worker appends its stacks to `STACKS_FD`; 0: none |
@@ -20,27 +20,27 @@ writer, so an aligned 8-byte store needs no lock:
 | 64 | restored | worker | 1 once its State is restored: from then on steps are expected |
 | 72 | in_memory | agent | 1 if a snapshot in memory is enough for the requested handoff; else 0. Set before `handoff` |
 
-A rank sets `stopped` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
-leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM but told to leave as soon as it
-asks.
+A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
+leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave` as
+soon as it asks.
 
 The **channel** is one end of a Unix SEQPACKET socket pair per worker; its number is in `CHANNEL_FD`. Each packet is one
 JSON object of at most `MESSAGE_BYTES`. The worker asks one question at a time; the agent answers each once. The channel
 is closed when the agent exits.
 | from | message | means |
 |---|---|---|
-| worker | `{"ask": "resume"}` | Where does my group begin? Answered once the group's record exists |
-| agent | `{"resume": {"copy", "checkpoint", "memory": [...]}}` | at state `copy`, or at step 0 if null; see below |
+| worker | `{"ask": "restore_point"}` | From which state does my group begin? Answered once the group's record exists |
+| agent | `{"restore_point": {"copy", "checkpoint", "memory": [...]}}` | at state `copy`; null: at step 0 |
 | worker | `{"publish": checkpoint}` | The files are on disk under the private name: commit this checkpoint? |
 | agent | `{"verdict": {"copy", "checkpoint", "reason"}}` | as committed; null: not committed, for this reason |
 | worker | `{"ask": "leave"}` | This rank is quiesced at the step of a handoff: is its group over? |
-| worker | `{"stood": {"handoff", "step"}}` | all ranks are quiesced at this step, with complete snapshots; no answer |
+| worker | `{"quiesced": {"handoff", "step"}}` | all ranks are quiesced at this step, with snapshots; no answer |
 | agent | `{"leave": true}` | the group is over: exit with `EXIT_RESTART`. Without an answer the rank continues |
-| worker | `{"began": {"entered", "joined", "loaded", "stepped", "step"}}` | the first step is committed; no answer |
-| worker | `{"snapped": {"step"}}` | the snapshot of this step is complete; no answer |
+| worker | `{"started": {"entered", "joined", "loaded", "stepped", "step"}}` | the first step is committed; no answer |
+| worker | `{"snapshot": {"step"}}` | the snapshot of this step is complete; no answer |
 | worker | `{"damaged": {"kind", "rank"}}` | this piece of the snapshot to restore is damaged; no answer |
 | agent | `{"map": {"number", "places"}}` | where each shard of a parameter-server job is; see `shard_map` |
-| server | `{"copy": {"map", "shard", "is_whole"}}` | by that map; not whole: the replica does not answer |
+| server | `{"replica": {"map", "shard", "is_complete"}}` | by that map; not complete: the replica does not answer |
 | worker | `{"unreadable": sentence}` | last message of a rank 0 that cannot read the state to restore; no answer |
 
 If no checkpoint was ever committed (both are null), a checkpoint of another run may be adopted: it is published without
@@ -49,16 +49,16 @@ a private name. A state is identified by `{"run", "group", "step", "save"}`. A c
 "size_bytes", "took_s", "at"}`: the final and the private name of its directory, and private names of older checkpoints;
 the handoff that it was made for, or 0; the node whose own disk has it, or an empty string if all nodes see it; and for
 people, the bytes of its files, the seconds until they were on disk, and when that began. Other keys in an answer are
-ignored. The times in `began` are seconds since boot (CLOCK_BOOTTIME): when this runtime had been imported, when the
+ignored. The times in `started` are seconds since boot (CLOCK_BOOTTIME): when this runtime had been imported, when the
 rank had joined a process group, when its State was restored, and when its first step was committed; `step` is the
 number of that step.
 
 A rank writes **snapshots** into memory that its agent created (`SNAPSHOT_FD`); `snapshot_page` has the layout. They
-need no answer: `snapped` may come at any time, also while a question is open. Where the state to begin from is not that
-of the committed checkpoint, it is a snapshot in memory, and every rank asks for the restore point. `memory` lists the
-pieces of that snapshot on this node, and is empty or absent if there are none: `{"kind": "common" | "part", "rank",
-"at", "bytes", "sum", "world_size"}`, with the rank that wrote the piece, its offset in a memory, and the size of the
-world that made it. The descriptors of these memories come with the answer (SCM_RIGHTS), one for each entry and in their
+need no answer: `snapshot` may come at any time, also while a question is open. If the restore point is not the
+committed checkpoint, it is a snapshot in memory, and every rank asks for the restore point. `memory` lists the pieces
+of that snapshot on this node, and is empty or absent if there are none: `{"kind": "common" | "part", "rank", "at",
+"bytes", "sum", "world_size"}`, with the rank that wrote the piece, its offset in a memory, and the size of the world
+that made it. The descriptors of these memories come with the answer (SCM_RIGHTS), one for each entry and in their
 order; the worker closes them.
 
 The **stacks** are a memfd per worker (`STACKS_FD`). A worker that can registers a signal handler at C level
@@ -132,7 +132,7 @@ _U64 = struct.Struct("<Q")
 _VERSION_AT = 0
 _STEP_AT = 8
 _HANDOFF_AT = 16
-_STOPPED_AT = 24
+_QUIESCED_AT = 24
 _PHASE_AT = 32
 _OWN_AT = 40
 _STACKS_AT = 48
@@ -181,13 +181,13 @@ class ControlPage:
         _U64.pack_into(self._map, _HANDOFF_AT, value)
 
     @property
-    def stopped(self) -> int:
+    def quiesced(self) -> int:
         """Number of the handoff for which this rank is quiesced; 0: it trains."""
-        return self._read(_STOPPED_AT)
+        return self._read(_QUIESCED_AT)
 
-    @stopped.setter
-    def stopped(self, value: int) -> None:
-        _U64.pack_into(self._map, _STOPPED_AT, value)
+    @quiesced.setter
+    def quiesced(self, value: int) -> None:
+        _U64.pack_into(self._map, _QUIESCED_AT, value)
 
     @property
     def phase(self) -> int:

@@ -86,18 +86,18 @@ class HandoffParticipant:
         """
         # Before the save: the next group may be written before all ranks know that the save succeeded. With this field
         # set, the agent waits for their question, instead of sending SIGTERM.
-        self._page.stopped = self._number
+        self._page.quiesced = self._number
         is_saved = self._save_in_memory(step, take_snapshot) or self._save_on_disk(save)
         if is_saved and self._channel.ask_leave(self._wait_s):
             return True
-        self._page.stopped = 0
+        self._page.quiesced = 0
         return False
 
     def _save_in_memory(self, step: int, take_snapshot: Callable[[int], bool]) -> bool:
         """Take a snapshot; return whether all ranks have taken theirs. The first outcome in the store wins."""
         if not self._page.in_memory:
             return False
-        name = self._name("snapped")
+        name = self._name("snapshot outcome")
         if not take_snapshot(step):
             self._messages.propose(name, _FAILED)
         elif self._have_all_come("snapshots"):
@@ -110,7 +110,7 @@ class HandoffParticipant:
 
     def _save_on_disk(self, save: Callable[[int], bool]) -> bool:
         has_worked = save(self._number)
-        name = self._name("outcome")
+        name = self._name("checkpoint outcome")
         if self._rank == 0:
             self._messages.propose(name, _SAVED if has_worked else _FAILED)
         outcome = self._messages.wait_for_proposal(name) or self._messages.propose(name, _FAILED)
@@ -119,10 +119,10 @@ class HandoffParticipant:
 
     def _wait_until_all_know(self) -> None:
         """Wait until all ranks have read the outcome; only rank 0 waits, whose exit ends the store."""
-        if self._have_all_come("heard"):
-            self._messages.propose(self._name("all heard"), _STOP)
+        if self._have_all_come("notified"):
+            self._messages.propose(self._name("all notified"), _STOP)
         if self._rank == 0:
-            self._messages.wait_for_proposal(self._name("all heard"), self._wait_s)
+            self._messages.wait_for_proposal(self._name("all notified"), self._wait_s)
 
     def _have_all_come(self, where: str) -> bool:
         return self._messages.arrive(self._name(where), self._rank, self._world_size)

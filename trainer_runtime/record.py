@@ -109,7 +109,7 @@ def publish_message(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
 
 def parse_restore_point(answer: object, descriptors: Sequence[int]) -> RestorePoint:
     """Parse the agent's restore point with the descriptors that came with it; ValueError if it is malformed."""
-    fields = field_of(answer, "resume", dict)
+    fields = field_of(answer, "restore_point", dict)
     pieces = fields.get("memory", [])
     if len(pieces) != len(descriptors):
         raise ValueError(f"it lists {len(pieces)} pieces in memory, and came with {len(descriptors)} descriptors")

@@ -16,7 +16,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from agent.cli.options import DEFAULT_STORE_TIMEOUT_S
 from agent.cli.run_options import FOR_RANKS
 from agent.cli.slurm import allotted_gpus
 from agent.cli.standalone import checkpoints_of
@@ -37,6 +36,7 @@ from agent.config import (
 from agent.console import ConsoleConfig, parse_ranks, parse_streams
 from agent.errors import ConfigError
 from agent.roles.plan import is_asked_for, plan
+from agent.store.access import DEFAULT_STORE_TIMEOUT_S
 from agent.web.access import read_token
 from agent.web.address import parse_http
 from agent.workers import devices
@@ -64,9 +64,9 @@ def read_node_config(
     options: dict[str, Any], gpus: tuple[str, ...], environ: Mapping[str, str], *, has_servers: bool = False
 ) -> AgentConfig:
     """The same, without the processes of a job with parameter servers. `has_servers`: the job has them."""
+    from agent import node_facts  # noqa: PLC0415 - only when needed
     from agent.cli.rendezvous import read_rendezvous  # noqa: PLC0415 - loads the etcd client: only when needed
     from agent.doctor.facts import Facts  # noqa: PLC0415 - as above
-    from agent.runtime import node_facts  # noqa: PLC0415 - as above
     from agent.runtime.agent_certificates import read_files  # noqa: PLC0415 - as above
 
     command = _command(options)

@@ -23,8 +23,9 @@ _FIRST_OPTIONS = (
 """Names of the options on the first screen."""
 _FIRST_COLUMN = 29
 """Columns for their names."""
-_INTRODUCTION = "Train SCRIPT on this node, as a member of a job."
-_EXAMPLE = "elastic-agent --elastic_server=etcd:2379 --job_id=X --np=2 train.py    # on each node"
+_INTRODUCTION = "Train SCRIPT as a member of a job. Run the same line on each of its nodes:"
+_EXAMPLE = "elastic-agent --elastic_server=etcd:2379 --job_id=X --np=2 train.py"
+"""At most 76 columns, so that it is one line on a terminal of 80."""
 _COMMANDS = (
     ("inspect a job", "status history explain logs report page incident"),
     ("change a job", "scale drain exclude include restart pause resume stop reset"),

@@ -8,7 +8,6 @@ variable was not set, so it is refused, except for facts that a node can find ou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,14 +15,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from agent.errors import ConfigError
-from agent.store.access import PASSWORD_VARIABLE, Access, CredentialOptions, read_access
+from agent.store.access import DEFAULT_SERVER, DEFAULT_STORE_TIMEOUT_S, PASSWORD_VARIABLE
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
 
-DEFAULT_SERVER = "127.0.0.1:2379"
 DEFAULT_CTRL_PORT = 9988
-DEFAULT_STORE_TIMEOUT_S = 30.0
 MAX_WIDTH = 110
 """Columns of the help on a wide terminal."""
 
@@ -214,15 +211,3 @@ def with_options(options: tuple[Decorator, ...]) -> Callable[[F], F]:
 def parameters_of(options: tuple[Decorator, ...]) -> tuple[click.Parameter, ...]:
     """The click parameters that these options declare, in their order."""
     return tuple(click.command("any")(with_options(options)(lambda: None)).params)
-
-
-def read_server(options: dict[str, Any]) -> Access:
-    """Endpoints and credentials of etcd. Raises `ConfigError`."""
-    return read_access(options["elastic_server"] or DEFAULT_SERVER, read_credentials(options))
-
-
-def read_credentials(options: dict[str, Any]) -> CredentialOptions:
-    """Credentials for etcd. Removes the password from the environment, so that no child inherits it."""
-    names = ("ca", "cert", "key", "user", "password_file")
-    password = os.environ.pop(PASSWORD_VARIABLE, None)
-    return CredentialOptions(password=password or None, **{name: options[f"etcd_{name}"] for name in names})

@@ -13,14 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.cli.options import DEFAULT_CTRL_PORT, DEFAULT_SERVER, read_credentials
+from agent import node_facts
+from agent.cli.options import DEFAULT_CTRL_PORT
 from agent.cli.slurm import Allocation, read_allocation
 from agent.cli.standalone import claim_job_id
 from agent.config import JobConfig, parse_np
 from agent.errors import EXIT_TIMEOUT, ConfigError
 from agent.local_etcd.ensemble import Ensemble, node_id_of
-from agent.runtime import node_facts
-from agent.store.access import ANONYMOUS, Access, CredentialOptions, Credentials, read_access, read_secret
+from agent.store.access import (
+    ANONYMOUS,
+    DEFAULT_SERVER,
+    Access,
+    CredentialOptions,
+    Credentials,
+    read_access,
+    read_credentials,
+    read_secret,
+)
 from agent.store.certificates import issue
 
 _LOOPBACK = "127.0.0.1"

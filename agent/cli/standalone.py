@@ -7,6 +7,7 @@ finished, a new start gets the same id with the next number.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import json
@@ -19,8 +20,8 @@ import click
 
 _FINISHED = "finished"
 _DIGITS = 8
-_claims: list[int] = []
-"""File descriptors of locks, held until this process ends."""
+_claims: dict[int, Path] = {}
+"""Lock files that this process holds, by file descriptor."""
 
 
 def claim_job_id(command: Sequence[str], log_dir: Path) -> str:
@@ -67,20 +68,48 @@ def _is_finished(job_id: str) -> bool:
     return (checkpoints_of(job_id) / _FINISHED).exists()
 
 
+def release_claims() -> None:
+    """Remove the lock files of this process, and release them. Called at its end.
+
+    Only the holder of a lock removes its file, and `_try_lock` does not accept a lock on a removed file. So two agents
+    never hold the same claim.
+    """
+    while _claims:
+        fd, path = _claims.popitem()
+        with suppress(OSError):
+            path.unlink()
+        os.close(fd)
+
+
+atexit.register(release_claims)
+
+
 def _try_lock(path: Path) -> bool:
     """Whether this process holds the lock now. True also if the file cannot be made: then no logs can mix either."""
+    path = path.absolute()
+    while True:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        except OSError:  # a file system without locks
+            os.close(fd)
+            return True
+        if _is_named(fd, path):
+            _claims[fd] = path
+            return True
+        os.close(fd)  # its last holder has just removed it
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Whether the path still leads to the open file."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
+        return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
         return False
-    except OSError:  # a file system without locks
-        os.close(fd)
-        return True
-    _claims.append(fd)
-    return True

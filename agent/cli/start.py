@@ -11,6 +11,8 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
+from agent import node_facts
+from agent.children import keep_children_going
 from agent.cli.standalone import note_finished
 from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import effects as fx
@@ -28,12 +30,11 @@ from agent.errors import (
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.local_etcd.etcd_members import run_member
 from agent.local_etcd.kept_records import keep_records
+from agent.local_etcd.known_jobs import KnownJob
 from agent.observe import banner
 from agent.observe.log import configure, log
 from agent.observe.stderr import standard_error
 from agent.roles.store import RoleKeys
-from agent.runtime import node_facts
-from agent.runtime.children import keep_children_going
 from agent.runtime.collective import CollectiveRuntime
 from agent.runtime.loop import Inbox
 from agent.runtime.parameter_servers import ParameterServerRuntime
@@ -119,9 +120,22 @@ def run_agent(
         threading.Thread(target=_check_machine, args=(config, environ), name="doctor", daemon=True).start()
         if not brings_etcd and config.ensemble is None:
             return daemon.run()
-        with keep_records(config) as codes:
+        with keep_records(_known_job(config), config.credentials) as codes:
             codes.append(daemon.run())
         return codes[-1]
+
+
+def _known_job(config: AgentConfig) -> KnownJob:
+    """Return what commands on this machine need to know of a job that has an etcd of its own."""
+    return KnownJob(
+        job_id=config.job.job_id,
+        endpoints=tuple(config.endpoints),
+        is_private=config.ensemble is None,
+        has_secret=config.ensemble is not None and config.ensemble.tls is not None,
+        directory=str(config.workers.cwd),
+        log_dir=str(config.workers.log_dir),
+        began_at=time.time(),
+    )
 
 
 class _EtcdMemberFailure:

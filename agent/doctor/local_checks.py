@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from agent.doctor.facts import Finding
-from agent.runtime.node_facts import is_loopback
+from agent.node_facts import is_loopback
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is read, not written
 _LEAST_SHARED_BYTES = 1 << 30

@@ -17,9 +17,9 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Self
 
+from agent import node_facts
 from agent.doctor.facts import Facts, Finding
 from agent.errors import StoreRefused, StoreUnavailable
-from agent.runtime import node_facts
 from agent.store.access import Access
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agent.core.model import Identity
+from agent.core.model import Identity, Node
 from agent.links.frames import FrameKind, LinkBroken, LinkConnection, decode_or_break
 from agent.links.handshake import Credential, handshake_as_dialler
 from agent.links.queries import FindLogs, LiveRanks, LogsFound, ReadLog
@@ -33,6 +33,11 @@ class LogHost:
     port: int
     cert: str = ""
     """Fingerprint of the certificate that the agent shows; empty: nothing is encrypted."""
+
+    @classmethod
+    def of(cls, node: Node) -> LogHost:
+        """Return the agent that has this record."""
+        return cls(node.node_id, node.address, node.link, node.link_cert)
 
 
 class LogReader:

@@ -61,13 +61,13 @@ class LogFiles(Protocol):
         ...
 
 
-RankState = Literal["starting", "training", "phase", "standing", "ended"]
+RankState = Literal["starting", "training", "phase", "quiesced", "ended"]
 """The state of a rank.
 
 - starting: it has not received its restore point yet.
 - training: it commits steps, or does not report steps at all.
 - phase: it does something that has no steps.
-- standing: it is quiesced for a handoff.
+- quiesced: it has stopped for a handoff.
 - ended: its process has ended.
 """
 

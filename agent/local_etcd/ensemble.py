@@ -14,8 +14,8 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
+from agent import node_facts
 from agent.endpoints import endpoint_of
-from agent.runtime import node_facts
 from agent.store.certificates import Tls
 
 _MAX_MEMBERS = 3

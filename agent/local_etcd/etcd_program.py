@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from agent.children import at_parents_end
 from agent.errors import ConfigError
 from agent.files import open_private, open_regular
 from agent.observe.log import log
-from agent.runtime.children import at_parents_end
 
 # No administrator maintains a private etcd: keep little history, a small log, and bound the disk space.
 _UPKEEP = (

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from agent.config import AgentConfig
 from agent.core.model import Result
 from agent.errors import ConfigError, ElasticAgentError, RecordError
 from agent.local_etcd.known_jobs import JobNote, KnownJob
 from agent.observe.log import log
 from agent.roles.model import RoleResult
 from agent.roles.store import RoleKeys
+from agent.store.access import Credentials
 from agent.store.api import Compare, Delete, KeyRange, KeyValue, Put, Snapshot, Store, TransactionResult
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys, encode, view_of
@@ -128,22 +128,17 @@ class KeptStore(MemoryStore):
 
 
 @contextmanager
-def keep_records(config: AgentConfig) -> Iterator[list[int]]:
+def keep_records(job: KnownJob, credentials: Credentials) -> Iterator[list[int]]:
     """Let commands on this machine find the job during the block, and its records afterwards.
+
+    Args:
+        job: what commands need to know of the job.
+        credentials: for its etcd.
 
     Yields:
         A list to which the caller appends the agent's exit code.
     """
     codes: list[int] = []
-    job = KnownJob(
-        job_id=config.job.job_id,
-        endpoints=tuple(config.endpoints),
-        is_private=config.ensemble is None,
-        has_secret=config.ensemble is not None and config.ensemble.tls is not None,
-        directory=str(config.workers.cwd),
-        log_dir=str(config.workers.log_dir),
-        began_at=time.time(),
-    )
     try:
         note = JobNote(job)
     except OSError as error:
@@ -156,9 +151,7 @@ def keep_records(config: AgentConfig) -> Iterator[list[int]]:
     keys = JobKeys(job.job_id)
     with (
         closing(note),
-        closing(
-            EtcdStore(job.endpoints, config.credentials, home=keys.prefix, retry_for_s=_LAST_READ_WITHIN_S)
-        ) as store,
+        closing(EtcdStore(job.endpoints, credentials, home=keys.prefix, retry_for_s=_LAST_READ_WITHIN_S)) as store,
     ):
         keeper = _RecordKeeper(note, job.job_id, store)
         try:

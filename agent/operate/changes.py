@@ -11,10 +11,10 @@ from agent.errors import ConfigError, NotInTime
 from agent.operate import roles
 from agent.operate.jobs import follow_job, open_job, read_roles, read_view
 from agent.operate.prompts import confirm, print_result
-from agent.operate.spec import SpecView, change_spec, current_user, live_spec, pause_note
 from agent.operate.target import Target
 from agent.store.api import Compare, Put, Store
 from agent.store.keys import JobKeys, encode
+from agent.store.spec import SpecView, change_spec, current_user, live_spec, pause_note
 
 
 def scale_job(target: Target, np: tuple[int, int], *, as_json: bool) -> int:

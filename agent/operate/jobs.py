@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from agent.cli.options import read_server
 from agent.core.incident import Incident
 from agent.core.model import ClusterView
 from agent.errors import ConfigError, ElasticAgentError, RecordError, StoreRefused, StoreUnavailable
@@ -25,7 +24,7 @@ from agent.operate.target import (
 )
 from agent.roles.model import RoleView
 from agent.roles.store import RoleKeys
-from agent.store.access import Access
+from agent.store.access import Access, read_server
 from agent.store.api import KeyRange, Snapshot, Store
 from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, check_id, decode, jobs_in, view_of

@@ -17,8 +17,7 @@ UNREADABLE = (LinkBroken, ReadDeclined)
 
 def log_hosts(view: ClusterView) -> tuple[LogHost, ...]:
     """Return the running agents."""
-    nodes = (node.value for node in view.nodes)
-    return tuple(LogHost(node.node_id, node.address, node.link, node.link_cert) for node in nodes)
+    return tuple(LogHost.of(node.value) for node in view.nodes)
 
 
 class LogSource(Protocol):

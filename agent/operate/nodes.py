@@ -12,10 +12,10 @@ from agent.core.proposals import required
 from agent.errors import ConfigError, NotInTime
 from agent.operate.jobs import follow_job, open_job, read_incidents
 from agent.operate.prompts import confirm, print_result
-from agent.operate.spec import SpecView, change_spec, live_spec, pause_note
 from agent.operate.target import Target
 from agent.store.api import Store
 from agent.store.keys import JobKeys
+from agent.store.spec import SpecView, change_spec, live_spec, pause_note
 
 
 def drain_nodes(target: Target, names: Sequence[str], *, wait_s: float | None, is_agreed: bool, as_json: bool) -> int:

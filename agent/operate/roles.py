@@ -7,11 +7,11 @@ import time
 from agent.errors import ConfigError, NotInTime
 from agent.operate.jobs import Follower, read_roles, started
 from agent.operate.prompts import confirm, print_result
-from agent.operate.spec import current_user
 from agent.roles.model import RoleResult
 from agent.roles.store import RoleKeys
 from agent.store.api import Compare, Delete, Put, Store
 from agent.store.keys import JobKeys, encode
+from agent.store.spec import current_user
 
 
 def stop(store: Store, keys: JobKeys, *, wait_s: float | None, is_agreed: bool, as_json: bool) -> int:

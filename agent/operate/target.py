@@ -10,17 +10,19 @@ from typing import Any
 
 import click
 
-from agent.cli.options import DEFAULT_SERVER, DEFAULT_STORE_TIMEOUT_S, read_credentials
 from agent.errors import ConfigError
 from agent.local_etcd.known_jobs import FoundJob, known_jobs
 from agent.store.access import (
     ANONYMOUS,
+    DEFAULT_SERVER,
+    DEFAULT_STORE_TIMEOUT_S,
     PASSWORD_VARIABLE,
     Access,
     CredentialOptions,
     Credentials,
     parse_endpoints,
     read_access,
+    read_credentials,
     read_secret,
 )
 from agent.store.certificates import issue

@@ -178,7 +178,8 @@ def _why_not_compared(reference: Reference, pairs: Mapping[int, tuple[list[StepR
     expected, records = pairs[min(pairs)]
     before, after = len(_rows(expected)), len(_rows(records))
     if before != after and before and after and expected[0].world != records[0].world:
-        return f"a step takes {after} samples with this world size and {before} with the other"
+        samples = f"{after} sample{'' if after == 1 else 's'}"
+        return f"a step takes {samples} with this world size and {before} with the other"
     drawn = reference.random_sources()
     if drawn:
         return f"the script draws random numbers ({', '.join(drawn)}), which differ after a resize"

@@ -24,6 +24,19 @@ from dataclasses import dataclass, field, replace
 
 from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
+from agent.roles.events import (
+    ProcessExited,
+    ReplicaReported,
+    RoleEffect,
+    RoleEvent,
+    RoleViewChanged,
+    SendShardMap,
+    StartProcess,
+    TerminateProcess,
+    WriteRecord,
+    WriteRoleResult,
+    WriteShardMap,
+)
 from agent.roles.model import RoleProcessRecord, RoleResult, RoleView
 from agent.roles.plan import RolePlan, RoleProcess
 from agent.roles.shards import ReplicaReport, apply_report, first_map, next_map
@@ -32,93 +45,6 @@ from trainer_runtime.shard_map import ShardMap
 
 FAILED = 1
 _HINT = "; elastic-agent reset lets it begin anew"
-
-
-# Events
-
-
-@dataclass(frozen=True)
-class RoleViewChanged:
-    """The records in etcd have changed."""
-
-    view: RoleView
-
-
-@dataclass(frozen=True)
-class ProcessExited:
-    """An incarnation of a process has ended, and all of its descendants."""
-
-    process: RoleProcess
-    incarnation: int
-    code: int
-    """As in a shell: 128 + the number of the signal, if a signal killed it."""
-    reason: str
-    """Why it ended, in words; empty: it ended with 0."""
-
-
-@dataclass(frozen=True)
-class ReplicaReported:
-    """A server of this machine has reported whether the replica of a shard is complete."""
-
-    report: ReplicaReport
-
-
-Event = RoleViewChanged | ReplicaReported | ProcessExited | StopAsked | StoreLost | Ticked
-
-
-# Effects, to be carried out in the order in which `step` returns them
-
-
-@dataclass(frozen=True)
-class StartProcess:
-    """Start an incarnation of a process."""
-
-    process: RoleProcess
-    incarnation: int
-
-
-@dataclass(frozen=True)
-class TerminateProcess:
-    """Send a process SIGTERM, and SIGKILL after the grace period."""
-
-    process: RoleProcess
-    is_done: bool = False
-    """The job has succeeded: the next run must not continue from what a server has on disk."""
-
-
-@dataclass(frozen=True)
-class WriteRecord:
-    """Write the record of a process."""
-
-    process: RoleProcess
-    record: RoleProcessRecord
-
-
-@dataclass(frozen=True)
-class WriteShardMap:
-    """Write which server has which shard, unless the map was written after this revision; 0: unless there is one."""
-
-    map: ShardMap
-    after_revision: int
-
-
-@dataclass(frozen=True)
-class SendShardMap:
-    """Send the map of shards to all processes of this machine."""
-
-    map: ShardMap
-
-
-@dataclass(frozen=True)
-class WriteRoleResult:
-    """Write how the job ended, unless there is a result."""
-
-    result: RoleResult
-
-
-StoreEffect = WriteRecord | WriteShardMap | WriteRoleResult
-
-Effect = StoreEffect | StartProcess | TerminateProcess | SendShardMap | Announce | Exit
 
 
 @dataclass(frozen=True)
@@ -171,9 +97,9 @@ class RoleState:
     """This agent has started a process."""
 
 
-def step(state: RoleState, event: Event, now: float) -> tuple[RoleState, list[Effect]]:
+def step(state: RoleState, event: RoleEvent, now: float) -> tuple[RoleState, list[RoleEffect]]:
     """Return the next state, and the effects of an event."""
-    effects: list[Effect] = []
+    effects: list[RoleEffect] = []
     match event:
         case RoleViewChanged(view):
             state = _apply_view(state, view, now, effects)
@@ -195,7 +121,7 @@ def step(state: RoleState, event: Event, now: float) -> tuple[RoleState, list[Ef
     return state, _exit_when_over(state, effects)
 
 
-def _apply_view(state: RoleState, view: RoleView, now: float, effects: list[Effect]) -> RoleState:
+def _apply_view(state: RoleState, view: RoleView, now: float, effects: list[RoleEffect]) -> RoleState:
     """Take over a new view.
 
     In an outage of etcd the leases of live machines run out. A grace period lets these machines register again. An
@@ -244,7 +170,7 @@ def _last_named(view: RoleView, process: RoleProcess) -> int:
     return max((holder.incarnation for holder in holders if holder.server == process.index), default=0)
 
 
-def _on_exited(state: RoleState, exited: ProcessExited, now: float, effects: list[Effect]) -> RoleState:
+def _on_exited(state: RoleState, exited: ProcessExited, now: float, effects: list[RoleEffect]) -> RoleState:
     local = state.locals[exited.process]
     if exited.incarnation != local.incarnation or not local.is_running:
         return state
@@ -280,7 +206,7 @@ def _reason(exited: ProcessExited) -> str:
     return exited.reason or "ended, although the job has not"
 
 
-def _decide_result(state: RoleState, now: float, effects: list[Effect]) -> RoleState:
+def _decide_result(state: RoleState, now: float, effects: list[RoleEffect]) -> RoleState:
     """Write the result, if the job has ended."""
     result = None if state.has_decided or state.view.result else _result(state, now)
     if result is None:
@@ -320,7 +246,7 @@ def _success(failed: list[str]) -> str:
     return f"the job is done, without {', '.join(failed)}" if failed else "the job is done"
 
 
-def _supervise(state: RoleState, effects: list[Effect]) -> RoleState:
+def _supervise(state: RoleState, effects: list[RoleEffect]) -> RoleState:
     """Start the processes that should run, and terminate those that should not."""
     is_over = bool(state.view.result or state.stop_signal)
     workers_are_there = any(local.is_running and process.kind != "server" for process, local in state.locals.items())
@@ -341,7 +267,7 @@ def _supervise(state: RoleState, effects: list[Effect]) -> RoleState:
     return state
 
 
-def _place_shards(state: RoleState, now: float, effects: list[Effect]) -> RoleState:
+def _place_shards(state: RoleState, now: float, effects: list[RoleEffect]) -> RoleState:
     """Write the map of shards if it is to change, and send the current one to this machine's processes."""
     view = state.view
     if view.spec is None or view.result is not None:
@@ -393,7 +319,7 @@ def _present_machines(view: RoleView) -> set[str]:
     return {node.machine for node in view.nodes}
 
 
-def _exit_when_over(state: RoleState, effects: list[Effect]) -> list[Effect]:
+def _exit_when_over(state: RoleState, effects: list[RoleEffect]) -> list[RoleEffect]:
     if any(local.is_running for local in state.locals.values()) or not (state.view.result or state.stop_signal):
         return effects
     result = state.view.result

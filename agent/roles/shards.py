@@ -25,7 +25,7 @@ class ReplicaReport:
     number: int
     """Number of the map that the primary uses."""
     shard: int
-    is_whole: bool
+    is_complete: bool
     """True: the joining server has a complete copy. False: the replica does not answer."""
 
 
@@ -61,7 +61,7 @@ def apply_report(current: ShardMap, report: ReplicaReport) -> ShardMap:
     if report.number != current.number or not 0 <= report.shard < len(current.places):
         return current
     place = current.places[report.shard]
-    if report.is_whole:
+    if report.is_complete:
         changed = replace(place, replica=place.joining, joining=None) if place.joining else place
     else:
         changed = replace(place, replica=None, joining=place.replica)

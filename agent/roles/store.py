@@ -11,7 +11,7 @@ import msgspec
 
 from agent.core.model import Record
 from agent.errors import ConfigError, LeaseGone, RecordError, StoreUnavailable
-from agent.roles import core
+from agent.roles.events import RoleStoreEffect, WriteRecord, WriteRoleResult, WriteShardMap
 from agent.roles.model import MapRecord, RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView, map_record
 from agent.roles.plan import RolePlan
 from agent.store.api import Compare, Delete, KeyRange, KeyValue, Lease, Put, Snapshot, Store
@@ -172,16 +172,16 @@ class RoleWriter:
         if self._lease is not None:
             self._store.revoke(self._lease.lease_id)
 
-    def write(self, effect: core.StoreEffect) -> None:
+    def write(self, effect: RoleStoreEffect) -> None:
         """Carry out an effect of the core."""
         match effect:
-            case core.WriteRecord(process, record):
+            case WriteRecord(process, record):
                 self._put(self._keys.process(process.name), encode(record))
-            case core.WriteShardMap(made, after_revision):
+            case WriteShardMap(made, after_revision):
                 compare = self._follows(made.number, after_revision)
                 if compare is not None:
                     self._transact(self._read_spec(), compare, Put(self._keys.map, encode(map_record(made))))
-            case core.WriteRoleResult(result):
+            case WriteRoleResult(result):
                 compare = Compare(self._keys.result, create_revision=0)
                 self._transact(self._read_spec(), compare, Put(self._keys.result, encode(result)))
 

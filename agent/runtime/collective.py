@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from agent import clock
+from agent import clock, node_facts
 from agent.config import AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -24,7 +24,6 @@ from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import log
 from agent.observe.notices import NodeDifferences, WaitNotices
 from agent.ports import PortHold
-from agent.runtime import node_facts
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
 from agent.runtime.loop import Core, Inbox

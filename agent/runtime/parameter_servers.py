@@ -8,29 +8,39 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from agent import node_facts
 from agent.config import AgentConfig, NodeConfig
 from agent.core.effects import Announce, Exit
 from agent.errors import ConfigError
 from agent.observe.log import log
 from agent.ports import hold_port
 from agent.roles import core
-from agent.roles.environment import RoleFacts
+from agent.roles.events import (
+    RoleEffect,
+    RoleEvent,
+    SendShardMap,
+    StartProcess,
+    TerminateProcess,
+    WriteRecord,
+    WriteRoleResult,
+    WriteShardMap,
+)
 from agent.roles.model import RoleNode
 from agent.roles.plan import RolePlan, RoleProcess
 from agent.roles.store import RoleKeys, agree_on_spec
-from agent.roles.workers import RoleProcesses
-from agent.runtime import node_facts
 from agent.runtime.agent_certificates import check_files
 from agent.runtime.loop import Core, Inbox
 from agent.runtime.runtime import JobRuntime
 from agent.runtime.store_client import ParameterServerClient
 from agent.store.etcd import EtcdStore
+from agent.workers.role_environment import RoleFacts
+from agent.workers.role_processes import RoleProcesses
 
 _FREE_WITHIN_S = 2.0
 _LOOK_EVERY_S = 0.1
 
 
-class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]):
+class ParameterServerRuntime(JobRuntime[core.RoleState, RoleEvent, RoleEffect]):
     """All parts of an agent in a parameter-server job.
 
     Args:
@@ -50,7 +60,7 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]
         config: AgentConfig,
         environ: Mapping[str, str],
         store: EtcdStore,
-        inbox: Inbox[core.Event],
+        inbox: Inbox[RoleEvent],
         _page: str = "",
     ) -> None:
         assert config.roles is not None  # noqa: S101 - else it is another kind of job
@@ -88,23 +98,23 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]
         self._ports.append(hold_port(next(iter(node_facts.resolve(machine)))))
         return int(self._ports[-1].getsockname()[1])
 
-    def _core(self) -> Core[core.RoleState, core.Event, core.Effect]:
+    def _core(self) -> Core[core.RoleState, RoleEvent, RoleEffect]:
         return Core(core.step)
 
     def _begin(self) -> core.RoleState:
         self._client.start()
         return self._initial_state
 
-    def _act(self, effect: core.Effect) -> None:
+    def _act(self, effect: RoleEffect) -> None:
         match effect:
-            case core.StartProcess(process, incarnation):
+            case StartProcess(process, incarnation):
                 env = self._workers.start(process, incarnation)
                 self._report_first_start([env] * self._process_count, self._workers.log_path(process).parent)
-            case core.TerminateProcess(process, is_done):
+            case TerminateProcess(process, is_done):
                 self._workers.terminate(process, is_done=is_done)
-            case core.SendShardMap(shard_map):
+            case SendShardMap(shard_map):
                 self._workers.send_map(shard_map)
-            case core.WriteRecord() | core.WriteShardMap() | core.WriteRoleResult():
+            case WriteRecord() | WriteShardMap() | WriteRoleResult():
                 self._client.do(effect)
             case Announce(sentence):
                 log.warning(sentence)

@@ -19,7 +19,7 @@ from agent.core import events as ev
 from agent.core.model import Node
 from agent.errors import RecordError, StoreUnavailable
 from agent.observe.log import log
-from agent.roles import core
+from agent.roles.events import RoleEvent, RoleStoreEffect, RoleViewChanged
 from agent.roles.model import RoleNode, RoleSpec
 from agent.roles.store import RoleKeys, RoleWriter
 from agent.runtime.loop import Heartbeat, Inbox
@@ -234,7 +234,7 @@ class ParameterServerClient(StoreClient):
         self,
         config: AgentConfig,
         store: Store,
-        inbox: Inbox[core.Event],
+        inbox: Inbox[RoleEvent],
         heartbeat: Heartbeat,
         spec: RoleSpec,
         node: RoleNode,
@@ -244,14 +244,14 @@ class ParameterServerClient(StoreClient):
         self._writer = RoleWriter(
             store, keys, spec, config.node.node_id, node, config.timing.lease_ttl_s, self.keeper.hold
         )
-        self._follow(keys.everything(), lambda snapshot: core.RoleViewChanged(keys.view(snapshot)))
+        self._follow(keys.everything(), lambda snapshot: RoleViewChanged(keys.view(snapshot)))
 
     def start(self) -> None:
         """Register this agent, and begin to follow the job."""
         self._store_thread.do(self._writer.register)
         super().start()
 
-    def do(self, effect: core.StoreEffect) -> None:
+    def do(self, effect: RoleStoreEffect) -> None:
         """Carry out an effect on the store thread, after those before it."""
         self._store_thread.do(partial(self._writer.write, effect))
 

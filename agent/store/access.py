@@ -11,6 +11,7 @@ import ssl
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agent.endpoints import SOCKET
 from agent.errors import ConfigError
@@ -18,6 +19,10 @@ from agent.store.certificates import Tls, issue
 from trainer_runtime.contract import MIN_SECRET
 
 PASSWORD_VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"  # noqa: S105 - the name of the variable, not a password
+
+DEFAULT_SERVER = "127.0.0.1:2379"
+DEFAULT_STORE_TIMEOUT_S = 30.0
+"""How long to try to reach etcd."""
 
 _DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
@@ -113,6 +118,21 @@ def read_access(server: str, given: CredentialOptions) -> Access:
     if all(is_secure) and given.has_secret and not given.names_for_other_etcds:
         return Access(endpoints, Credentials(issue(read_secret(given))))
     return Access(endpoints, Credentials(_tls(given, is_secure=all(is_secure)), _user(given)))
+
+
+def read_server(options: dict[str, Any]) -> Access:
+    """Return endpoints and credentials of etcd from the options of a command. Raises `ConfigError`."""
+    return read_access(options["elastic_server"] or DEFAULT_SERVER, read_credentials(options))
+
+
+def read_credentials(options: dict[str, Any]) -> CredentialOptions:
+    """Return the credentials for etcd from the options of a command.
+
+    Removes the password from the environment, so that no child inherits it.
+    """
+    names = ("ca", "cert", "key", "user", "password_file")
+    password = os.environ.pop(PASSWORD_VARIABLE, None)
+    return CredentialOptions(password=password or None, **{name: options[f"etcd_{name}"] for name in names})
 
 
 def read_secret(given: CredentialOptions) -> str:

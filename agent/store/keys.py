@@ -12,7 +12,7 @@ field or a wrong type is a `RecordError` that names the key.
 | `group` | no | `Group` |
 | `status/{number}/{node_id}` | no | `MemberStatus` |
 | `incidents/{number}` | no | `Incident` |
-| `resume` | no | `RestorePoint` |
+| `restore_point` | no | `RestorePoint` |
 | `handoff` | no | `HandoffRequest` |
 | `checkpoint` | no | `Checkpoint` |
 | `suspects/{node_id}/{by_node_id}` | of the neighbour | `Suspicion` |
@@ -104,7 +104,7 @@ class JobKeys:
     @property
     def resume(self) -> str:
         """Where the current group begins."""
-        return self.prefix + "resume"
+        return self.prefix + "restore_point"
 
     @property
     def checkpoint(self) -> str:

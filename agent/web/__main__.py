@@ -13,9 +13,9 @@ import sys
 import time
 from contextlib import closing, suppress
 
+from agent import node_facts
 from agent.core.model import Node
 from agent.observe.log import configure, log
-from agent.runtime import node_facts
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 from agent.web import page_process

@@ -35,7 +35,7 @@ from starlette.routing import Route
 from agent.config import parse_np
 from agent.errors import ConfigError, StoreUnavailable
 from agent.observe.report.palette import DARK, LIGHT
-from agent.operate.spec import change_spec
+from agent.store.spec import change_spec
 from agent.web import access
 from agent.web.hub import Hub, Subscriber
 from agent.web.metrics import Metrics

@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 
 import agent
+from agent.children import at_parents_end
 from agent.config import AgentConfig
 from agent.errors import ConfigError
 from agent.observe.log import log
-from agent.runtime.children import at_parents_end
 from agent.store.access import Credentials
 from agent.web.address import listen, url
 from trainer_runtime.tls import TlsFiles

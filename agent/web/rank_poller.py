@@ -41,7 +41,7 @@ class RankPoller:
         if secret != self._secret:
             self.keep_only(())
             self._secret = secret
-        hosts = [_host_of(node) for node in nodes]
+        hosts = [LogHost.of(node) for node in nodes]
         for host in hosts:
             if host not in self._asking:
                 self._readers.setdefault(host, LogReader(host, secret))
@@ -55,7 +55,7 @@ class RankPoller:
 
     def keep_only(self, nodes: Iterable[Node]) -> None:
         """Close the connections to all other nodes."""
-        for host in self._readers.keys() - {_host_of(node) for node in nodes}:
+        for host in self._readers.keys() - {LogHost.of(node) for node in nodes}:
             if host in self._asking:
                 self._asking.pop(host).cancel()
             self._readers.pop(host).close()
@@ -71,10 +71,6 @@ class RankPoller:
     def _forget(self, host: LogHost, task: asyncio.Task[None]) -> None:
         if self._asking.get(host) is task:
             del self._asking[host]
-
-
-def _host_of(node: Node) -> LogHost:
-    return LogHost(node.node_id, node.address, node.link, node.link_cert)
 
 
 class StepRate:

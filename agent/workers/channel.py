@@ -79,20 +79,20 @@ class ReplicaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     map: Count
     shard: Count
-    is_whole: bool
+    is_complete: bool
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A packet from a worker. One field is set; `snapped` and `stood` may come while a question is open."""
+    """A packet from a worker. One field is set; `snapshot` and `quiesced` may come while a question is open."""
 
-    ask: Literal["resume", "leave"] | None = None
+    ask: Literal["restore_point", "leave"] | None = None
     publish: _Publication | None = None
     unreadable: str | None = None
-    began: StartedMessage | None = None
-    snapped: _SnapshotMessage | None = None
-    stood: QuiescedMessage | None = None
+    started: StartedMessage | None = None
+    snapshot: _SnapshotMessage | None = None
+    quiesced: QuiescedMessage | None = None
     damaged: DamagedMessage | None = None
-    copy: ReplicaMessage | None = None
+    replica: ReplicaMessage | None = None
 
 
 class MessageError(Exception):
@@ -168,31 +168,31 @@ class Channel:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MessageError(f"{error}: {_quote(packet)}") from None
         fields = msgspec.structs.astuple(message)
-        if fields.count(None) == _OTHER_KINDS and (message.snapped or message.stood):
+        if fields.count(None) == _OTHER_KINDS and (message.snapshot or message.quiesced):
             # These are allowed while a question is open.
-            self.snapshot_step = message.snapped.step if message.snapped else self.snapshot_step
-            self.quiesced = message.stood or self.quiesced
+            self.snapshot_step = message.snapshot.step if message.snapshot else self.snapshot_step
+            self.quiesced = message.quiesced or self.quiesced
             return
         if fields.count(None) != _OTHER_KINDS or self.pending_publish is not None:
             raise MessageError(f"only one question at a time is allowed: {_quote(packet)}")
         self.awaits_leave_answer = message.ask == "leave"  # a later message shows that the worker stopped waiting
-        if message.ask == "resume":
+        if message.ask == "restore_point":
             self.awaits_restore_point = self.has_asked_restore_point = True
         elif message.publish is not None:
             self.pending_publish = Checkpoint(number=0, **msgspec.structs.asdict(message.publish))
         elif message.unreadable is not None:
             self.unreadable = " ".join(message.unreadable.split())[:_UNREADABLE_CHARACTERS]
-        elif message.began is not None:
-            self.started = message.began
+        elif message.started is not None:
+            self.started = message.started
         elif message.damaged is not None:
             self.damaged = message.damaged
-        elif message.copy is not None:
-            self.replica_messages.append(message.copy)
+        elif message.replica is not None:
+            self.replica_messages.append(message.replica)
 
 
-def restore_point_answer(resume: RestorePoint, memory: Sequence[SnapshotPiece]) -> dict[str, object]:
+def restore_point_answer(restore_point: RestorePoint, memory: Sequence[SnapshotPiece]) -> dict[str, object]:
     """Answer a question for the restore point, with the pieces of it that this node holds in memory."""
-    return {"resume": {"copy": resume.copy, "checkpoint": resume.checkpoint, "memory": memory}}
+    return {"restore_point": {"copy": restore_point.copy, "checkpoint": restore_point.checkpoint, "memory": memory}}
 
 
 def publish_answer(copy: StateId, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:

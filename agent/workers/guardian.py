@@ -388,7 +388,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # If this process was stopped, continue it, so that it notices the socket's end (`agent/runtime/children.py`).
+    # If this process was stopped, continue it, so that it notices the socket's end (`agent/children.py`).
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     if _receive(sock) != b"S":
         return

@@ -51,8 +51,8 @@ class LocalRank:
         page = self.process.page if self.process else None
         if page is None or self.has_exited:
             return "ended"
-        if page.stopped:
-            return "standing"
+        if page.quiesced:
+            return "quiesced"
         if page.phase:
             return "phase"
         return "training" if page.restored or not self.workers.has_asked_restore_point else "starting"

@@ -239,6 +239,9 @@ class _Console:
 
     A write is never larger than PIPE_BUF, so that lines of several ranks do not mix. A longer line is written in
     pieces.
+
+    Several ranks share a terminal, so control characters are escaped there, as `elastic-agent logs` does: a rank that
+    moves the cursor would overwrite the lines of others. A file or a pipe gets the output as it is.
     """
 
     def __init__(self, fd: int, prefix: bytes, sink: Sink, terminal: Terminal | None = None) -> None:
@@ -248,6 +251,7 @@ class _Console:
         self._sink = sink
         self._terminal = terminal
         """None: only whole lines are shown."""
+        self._escape = escape_control_bytes if os.isatty(fd) else bytes
         self._rest = b""
         self._dropped_lines = 0
 
@@ -280,7 +284,7 @@ class _Console:
                 batch = b""
             batch += piece
         if self._terminal:
-            rest = self._without_prefix(self._rest)
+            rest = self._without_prefix(_whole_characters(self._rest))
             unfinished = self._prefix + rest if rest.strip() else b""
             self._sink.put(partial(self._write, unfinished=unfinished), batch)
         elif batch:
@@ -294,7 +298,7 @@ class _Console:
 
     def _without_prefix(self, line: bytes) -> bytes:
         """Return the visible text, without the prefix if torch has already put it before a traceback's line."""
-        return _visible(line).removeprefix(self._prefix)
+        return self._escape(_visible(line).removeprefix(self._prefix))
 
     def _write(self, data: bytes, unfinished: bytes = b"") -> None:
         with suppress(OSError):  # a closed console is no error: the log has everything
@@ -307,6 +311,18 @@ class _Console:
 def _visible(line: bytes) -> bytes:
     """Return the last state of a line whose writer returns to its start, as a terminal shows it."""
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+
+
+def _whole_characters(text: bytes) -> bytes:
+    """Return UTF-8 text without a last character of which some bytes are still to come."""
+    for count in range(1, min(len(text), 3) + 1):
+        byte = text[-count]
+        if byte >= 0xC0:  # the first byte of a character
+            length = 2 + (byte >= 0xE0) + (byte >= 0xF0)
+            return text if count >= length else text[:-count]
+        if byte < 0x80:
+            return text
+    return text
 
 
 def _tail(output: bytes) -> str:

@@ -194,7 +194,7 @@ class RankProcess:
         """
         if self._is_terminated:
             return False
-        if not self.page.stopped or self.page.stopped != self.page.handoff:
+        if not self.page.quiesced or self.page.quiesced != self.page.handoff:
             self._is_terminated = True
             self._send(b"T")
             return False

@@ -239,10 +239,10 @@ class SnapshotStore:
             if copy is not None and copy.group in self._groups:
                 self._groups[copy.group].damaged.add((copy.step, damaged.kind, damaged.rank))
 
-    def on_restore_point(self, resume: RestorePoint) -> None:
+    def on_restore_point(self, restore_point: RestorePoint) -> None:
         """Keep only the restored snapshot of older groups: the restore point of the running group is settled."""
         with self._lock:
-            self._keep_since(resume.group, resume.copy)
+            self._keep_since(restore_point.group, restore_point.copy)
 
     @contextmanager
     def pieces(self, copy: StateId | None) -> Iterator[tuple[list[SnapshotPiece], list[int]]]:

@@ -168,12 +168,12 @@ class WorkerGroup:
         how = first.cause.error or f"code {first.cause.exit_code}"
         standard_error().write(failure_output(f"rank {self._shown_rank} ended with {how}", first.cause))
 
-    def send_restore_point(self, resume: RestorePoint) -> None:
+    def send_restore_point(self, restore_point: RestorePoint) -> None:
         """Send the restore point to each rank of its group that asks for it. The group may start later."""
         with self._lock:
-            if resume.group >= self._group:
-                self._restore_point = resume
-                self.snapshots.on_restore_point(resume)
+            if restore_point.group >= self._group:
+                self._restore_point = restore_point
+                self.snapshots.on_restore_point(restore_point)
                 self._answer_restore_point()
 
     def send_publish_answer(self, group: int, copy: StateId, checkpoint: Checkpoint | None, reason: str) -> None:
@@ -246,15 +246,15 @@ class WorkerGroup:
 
     def _answer_restore_point(self) -> None:
         """Send the restore point to the ranks that wait for it. The caller holds the lock."""
-        resume = self._restore_point
-        if resume is None or resume.group != self._group:
+        restore_point = self._restore_point
+        if restore_point is None or restore_point.group != self._group:
             return
-        is_committed = resume.checkpoint is not None and resume.checkpoint.copy == resume.copy
+        is_committed = restore_point.checkpoint is not None and restore_point.checkpoint.copy == restore_point.copy
         for channel in self._channels():
             if channel.awaits_restore_point:
                 channel.awaits_restore_point = False
-                with self.snapshots.pieces(None if is_committed else resume.copy) as (pieces, memories):
-                    channel.send(restore_point_answer(resume, pieces), memories)
+                with self.snapshots.pieces(None if is_committed else restore_point.copy) as (pieces, memories):
+                    channel.send(restore_point_answer(restore_point, pieces), memories)
 
     def _create_rank(self, command: RankCommand, group: int) -> LocalRank:
         """Create a rank whose process waits to be started. The caller holds the lock."""

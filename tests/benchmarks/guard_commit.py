@@ -31,5 +31,5 @@ def _ratio(kind: str, repetitions: int, *options: str) -> float:
         closing(EtcdStore([etcd.endpoint])) as store,
     ):
         bench = Bench(Path(directory), etcd.endpoint, store)
-        ratio: float = bench.told_by(_JOB, kind, str(repetitions), options=options)
+        ratio: float = bench.report_of(_JOB, kind, str(repetitions), options=options)
         return ratio

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 from benchmarks.launchers import elastic_agent
 from benchmarks.nodes import Marked
+from waiting import comes_true
 
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.api import KeyRange
@@ -51,8 +52,8 @@ def measure(
         bench = Bench(directory, etcd.endpoint, store)
         return {
             "agent": {"ready_s": [bench.ready_s() for _ in range(runs)], **bench.idle(idle_s)},
-            "commit": bench.told_by("commit_job.py"),
-            "saves": {size: bench.told_by("saving_job.py", str(size), str(runs)) for size in sizes_mb},
+            "commit": bench.report_of("commit_job.py"),
+            "saves": {size: bench.report_of("saving_job.py", str(size), str(runs)) for size in sizes_mb},
             "snapshots": [bench.snapshots_of(size, snapshots) for size in snapshots_mb],
         }
 
@@ -80,10 +81,10 @@ class Bench:
         with marked:
             nodes = [marked.start(name, self._agent(job_id, name, "2", *_IDLE_WORKER)) for name in ("a", "b")]
             self._wait_for_nodes(job_id, len(nodes))
-            time.sleep(min(_SETTLE_S, for_s))
+            time.sleep(min(_SETTLE_S, for_s))  # what the start costs must not be measured
             agents = [psutil.Process(node.process.pid) for node in nodes]
             before = [sum(agent.cpu_times()[:2]) for agent in agents]
-            time.sleep(for_s)
+            time.sleep(for_s)  # the period that is measured
             used = [sum(agent.cpu_times()[:2]) - spent for agent, spent in zip(agents, before, strict=True)]
             return {
                 "idle_s": for_s,
@@ -92,7 +93,7 @@ class Bench:
                 "has_torch": any("torch" in each.path for agent in agents for each in agent.memory_maps()),
             }
 
-    def told_by(self, script: str, *arguments: str, options: Sequence[str] = ()) -> Any:  # noqa: ANN401 - what it wrote
+    def report_of(self, script: str, *arguments: str, options: Sequence[str] = ()) -> Any:  # noqa: ANN401 - what it wrote
         """Run a script under an agent, to its end; return what it wrote. Raises `RuntimeError`."""
         job_id, marked = self._job()
         with marked:
@@ -106,7 +107,7 @@ class Bench:
 
     def snapshots_of(self, megabytes: int, count: int) -> Any:  # noqa: ANN401 - what the script wrote
         """What snapshots of so much cost, with one after every step."""
-        return self.told_by("snapshot_job.py", str(megabytes), str(count), options=("--snapshot_overhead=100",))
+        return self.report_of("snapshot_job.py", str(megabytes), str(count), options=("--snapshot_overhead=100",))
 
     def _job(self) -> tuple[str, Marked]:
         job_id = f"bench-{secrets.token_hex(4)}"
@@ -117,11 +118,8 @@ class Bench:
 
     def _wait_for_nodes(self, job_id: str, count: int) -> None:
         there = (KeyRange(JobKeys(job_id).nodes, is_prefix=True),)
-        give_up_at = time.monotonic() + _READY_WITHIN_S
-        while len(self._store.read(there).items) < count:
-            if time.monotonic() > give_up_at:
-                raise TimeoutError(f"{count} agents were not registered within {_READY_WITHIN_S:g} s")
-            time.sleep(0.002)
+        if not comes_true(lambda: len(self._store.read(there).items) >= count, _READY_WITHIN_S, every_s=0.002):
+            raise TimeoutError(f"{count} agents were not registered within {_READY_WITHIN_S:g} s")
 
 
 def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:

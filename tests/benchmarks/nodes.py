@@ -12,13 +12,13 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import psutil
+from waiting import comes_true
 
 _ROOT = Path(__file__).resolve().parents[2]
 """What is measured is the code that stands here, whatever is installed."""
@@ -77,12 +77,14 @@ class Marked:
 
     def end(self) -> None:
         """Kill all that is marked, until nothing is left. Raises `TimeoutError`."""
-        give_up_at = time.monotonic() + _GONE_WITHIN_S
-        while left := self._living():
-            strike(left, signal.SIGKILL)
-            if time.monotonic() > give_up_at:
-                raise TimeoutError(f"processes {left} do not end")
-            time.sleep(0.02)
+        if not comes_true(self._has_ended, _GONE_WITHIN_S, every_s=0.02):
+            raise TimeoutError(f"processes {self._living()} do not end")
+
+    def _has_ended(self) -> bool:
+        """Kill what is left. Whether nothing was."""
+        left = self._living()
+        strike(left, signal.SIGKILL)
+        return not left
 
     def _living(self) -> list[int]:
         return [process.pid for process in psutil.process_iter() if self._is_ours(process)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import msgspec
 from benchmarks.jobs import Job, NotStartedError
 from benchmarks.launchers import OURS, Launcher
 from benchmarks.scenarios import Scenario, setting_of
+from waiting import comes_true
 
 from agent.core.model import ClusterView
 from agent.operate.jobs import read_incidents, read_view
@@ -149,7 +150,7 @@ class Recovery:
             return bool(incidents) and incidents[-1].group > group and incidents[-1].phases.is_complete
 
         if job.launcher is OURS:
-            _comes_true(is_complete, _TOLD_WITHIN_S)
+            comes_true(is_complete, _TOLD_WITHIN_S)
         told = [each for each in read_incidents(self._store, keys) if each.group > group]
         kept = ("group", "cause", "reason", "phases", "replayed_steps")
         return tuple({name: msgspec.to_builtins(getattr(each, name)) for name in kept} for each in told)
@@ -166,7 +167,7 @@ def wait_until_settled(store: EtcdStore, job: Job) -> bool:
         nodes = _view(store, job).nodes
         return len(nodes) == len(job.nodes) and all(_SETTLED.match(node.value.standby) for node in nodes)
 
-    if _comes_true(is_settled, _SETTLED_WITHIN_S):
+    if comes_true(is_settled, _SETTLED_WITHIN_S):
         return True
     if len(_view(store, job).nodes) < len(job.nodes):
         raise NotStartedError(f"not all of its nodes joined within {_SETTLED_WITHIN_S:g} s")
@@ -175,12 +176,3 @@ def wait_until_settled(store: EtcdStore, job: Job) -> bool:
 
 def _view(store: EtcdStore, job: Job) -> ClusterView:
     return read_view(store, JobKeys(job.place.job_id))
-
-
-def _comes_true(condition: Callable[[], bool], within_s: float) -> bool:
-    give_up_at = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > give_up_at:
-            return False
-        time.sleep(0.02)
-    return True

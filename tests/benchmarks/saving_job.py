@@ -47,7 +47,7 @@ def train_until_saved(state: tr.State, directory: Path) -> dict[str, Any]:
     plain = []
     began = time.perf_counter()
     while (state.step + 1) % _SAVE_EVERY:
-        time.sleep(_STEP_S)
+        time.sleep(_STEP_S)  # the time that a step computes
         plain.append(timed(state.commit)[0])
     elapsed = time.perf_counter() - began
     stall, _ = timed(state.commit)
@@ -55,7 +55,7 @@ def train_until_saved(state: tr.State, directory: Path) -> dict[str, Any]:
     while not any(path.name.endswith(end) for path in directory.iterdir()):  # a private name has more after it
         if time.monotonic() > began + _WRITTEN_WITHIN_S:
             raise TimeoutError(f"step {state.step} was not saved: {sorted(path.name for path in directory.iterdir())}")
-        time.sleep(0.01)
+        time.sleep(0.01)  # the precision of the figure
     return {"stall_s": stall, "whole_s": stall + time.monotonic() - began, "commits_s": plain, "elapsed_s": elapsed}
 
 

@@ -32,7 +32,7 @@ def wait_until_whole(memory: int, step: int) -> None:
     while all(slot.step != step for slot in read_slots(memory)):
         if time.monotonic() > give_up_at:
             raise TimeoutError(f"there is no snapshot of step {step} after {_WHOLE_WITHIN_S:g} s")
-        time.sleep(0.0005)
+        time.sleep(0.0005)  # the precision of the figure
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     memory = int(os.environ[SNAPSHOT_FD])
     taken = []
     for _ in range(_UNMEASURED + int(runs)):
-        time.sleep(_STEP_S)
+        time.sleep(_STEP_S)  # the time that a step computes
         optimizer.step()
         began = time.perf_counter()
         state.commit()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from chaos.cluster import IMAGE, JOB_ID, ROOT, Cluster, run
 from chaos.fault import SAVE_EVERY, Fault
-from chaos.ledger import STEPS_PER_EPOCH, faults_in, lost_after, redone_steps, spans
+from chaos.ledger import STEPS_PER_EPOCH, faults_in, lost_after, replayed_steps, spans
 from chaos.training import digest
 
 from agent.rehearse.cluster import Timeout, wait_for
@@ -24,9 +24,9 @@ _GONE_WITHIN_S = 10.0
 _LEAVES_WITHIN_S = 1.0
 """Much less than a lease: who ends in order takes its keys along."""
 _PLANNED = ("join", "drain", "scale")
-"""Causes of a group for which no step may be done again."""
+"""Causes of a group for which no step may be repeated."""
 _PREFIX = f"/elastic-agent/{JOB_ID}/"
-_OF_A_GROUP = re.compile(rf"{_PREFIX}(?:copies|reports|accounts|stalls|stood)/(\d+)/")
+_OF_A_GROUP = re.compile(rf"{_PREFIX}status/(\d+)/")
 _KINDS = {
     "agent": re.compile("python3 /opt/venv/bin/elastic-agent "),
     "guardian": re.compile(r"python3 -I -S \S*/guardian\.py "),
@@ -91,7 +91,7 @@ def _unwanted_groups(cluster: Cluster) -> Iterator[str]:
 
 def _wrong_beginnings(cluster: Cluster, fault: Fault, before: Before) -> Iterator[str]:
     """Groups that begin before the committed checkpoint, or that were planned and do steps again."""
-    redone = redone_steps(cluster.ledger.lines)
+    replayed = replayed_steps(cluster.ledger.lines)
     trained = {span.group for span in spans(cluster.ledger.lines)}
     for span in spans(cluster.ledger.lines):
         if span.group <= before.group:
@@ -99,8 +99,8 @@ def _wrong_beginnings(cluster: Cluster, fault: Fault, before: Before) -> Iterato
         if span.first <= before.committed and not fault.is_damage:
             yield f"group {span.group} began with step {span.first}, and step {before.committed} was committed"
         cause = cluster.record(f"incidents/{span.group}")["cause"]
-        if redone[span.group] and cause in _PLANNED and span.group - 1 in trained:
-            yield f"group {span.group} ({cause}) did {redone[span.group]} steps again"
+        if replayed[span.group] and cause in _PLANNED and span.group - 1 in trained:
+            yield f"group {span.group} ({cause}) repeated {replayed[span.group]} steps"
 
 
 def _odd_processes(cluster: Cluster) -> list[str]:

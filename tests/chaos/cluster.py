@@ -195,7 +195,7 @@ class Cluster:
         return run("docker", "run", "--rm", *beside, *_ROOTED, "--entrypoint=sh", IMAGE, "-ec", script)
 
     def cut(self, node: str, others: Iterable[str], *, ways: Iterable[str] = ("in", "out")) -> None:
-        """Drop what a node hears from some addresses, or says to them."""
+        """Drop what a node receives from some addresses, or sends to them."""
         rules = []
         for other in others:
             rules += [f"iptables -A INPUT -s {other} -j DROP"] if "in" in ways else []
@@ -298,7 +298,7 @@ class Cluster:
         self.ledger.follow()
         self.observe(f"echo {self.ledger.newest_step} >/ledger/.stop && mv /ledger/.stop /ledger/stop")
 
-    def story(self) -> str:
+    def log_text(self) -> str:
         """What nodes and status say, for whoever looks for what went wrong."""
         parts = []
         for what in (lambda: self.ask("status"), lambda: self.compose("logs", "--no-color", "--timestamps", "node")):

@@ -91,7 +91,7 @@ class ComposeJob:
         def is_there() -> bool:
             return any(line.step >= step for line in self.trace())
 
-        wait_for(is_there, PATIENCE_S, f"step {step}; {self.story()}")
+        wait_for(is_there, PATIENCE_S, f"step {step}; {self.log_text()}")
 
     def wait_for_state(self, state: str) -> str:
         """Wait until `status` shows that state; return its reason."""
@@ -100,7 +100,7 @@ class ComposeJob:
             status = self.status()
             return str(status["reason"]) if status["state"] == state else None
 
-        return str(wait_for(reason, PATIENCE_S, f"state {state}; {self.story()}"))
+        return str(wait_for(reason, PATIENCE_S, f"state {state}; {self.log_text()}"))
 
     def joined_after(self, node: str) -> float:
         """Seconds from the container's last start until its agent had its place in the job."""
@@ -111,15 +111,15 @@ class ComposeJob:
             times = [datetime.fromisoformat(line[:26]) for line in text.splitlines() if "joined job" in line]
             return next((time for time in times if time > started_at), None)
 
-        joined_at: datetime = wait_for(joined, PATIENCE_S, f"the node joins; {self.story()}")
+        joined_at: datetime = wait_for(joined, PATIENCE_S, f"the node joins; {self.log_text()}")
         return (joined_at - started_at).total_seconds()
 
     def finish(self) -> list[int]:
         """Wait until no node runs; return the exit codes of all containers of nodes."""
-        wait_for(lambda: not self.running(), 2 * PATIENCE_S, f"the end of all nodes; {self.story()}")
+        wait_for(lambda: not self.running(), 2 * PATIENCE_S, f"the end of all nodes; {self.log_text()}")
         return [int(docker("inspect", "-f", "{{.State.ExitCode}}", node)) for node in self.nodes()]
 
-    def story(self) -> str:
+    def log_text(self) -> str:
         """What the nodes printed, for a failed test's reader."""
         return self.compose("logs --no-color --timestamps node")[-6000:]
 
@@ -211,5 +211,5 @@ def reference(make_jobs: MakeJobs) -> Path:
     with make_jobs() as make:
         undisturbed = make(0.0)
         undisturbed.up(nodes=2)
-        assert undisturbed.finish() == [0, 0], undisturbed.story()
+        assert undisturbed.finish() == [0, 0], undisturbed.log_text()
         return undisturbed.fetch("weights.pt")

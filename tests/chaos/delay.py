@@ -63,7 +63,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seco
         back.transport.abort()
 
 
-async def serve_until_told(listener: socket.socket, seconds: float) -> None:
+async def serve_until_asked(listener: socket.socket, seconds: float) -> None:
     """Until SIGTERM."""
     server = await asyncio.start_server(lambda *pair: serve(*pair, seconds), sock=listener)
     ended = asyncio.Event()
@@ -79,7 +79,7 @@ def main() -> None:
     listener = socket.create_server(("", PORT))
     subprocess.run(["iptables", "-A", *_LEAD_HERE], check=True)
     try:
-        asyncio.run(serve_until_told(listener, float(sys.argv[1])))
+        asyncio.run(serve_until_asked(listener, float(sys.argv[1])))
     finally:
         subprocess.run(["iptables", "-D", *_LEAD_HERE], check=True)
 

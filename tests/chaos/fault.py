@@ -71,7 +71,7 @@ SAVE_EVERY = 20
 """Steps. What a copy in memory costs where all of this shares a machine says how often one is taken, so a crash that
 leaves a survivor costs a step or some; never more than the newest checkpoint does."""
 SILENT_S = 6.0
-"""Nothing is heard any more: `--detect_within` and a second."""
+"""The node is silent: `--detect_within` and a second."""
 PAST_ITS_LEASE_S = 8.0
 LONG_S = 15.0
 

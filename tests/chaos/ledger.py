@@ -135,13 +135,13 @@ def lost_after(lines: Sequence[Line], group: int) -> int:
     return sum(lost for number, lost in lost_steps(lines).items() if number > group)
 
 
-def redone_steps(lines: Sequence[Line]) -> dict[int, int]:
-    """Steps that each group did again of those whose commit a rank of the groups before had at least begun."""
-    redone, reached = {}, 0
+def replayed_steps(lines: Sequence[Line]) -> dict[int, int]:
+    """Steps that each group repeated of those whose commit a rank of the groups before had at least begun."""
+    replayed, reached = {}, 0
     for span in spans(lines):
-        redone[span.group] = max(0, reached - span.first + 1)
+        replayed[span.group] = max(0, reached - span.first + 1)
         reached = span.reached
-    return redone
+    return replayed
 
 
 def faults_in(lines: Sequence[Line], steps: int) -> list[str]:

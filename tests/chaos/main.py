@@ -87,9 +87,7 @@ def _count(text: str) -> int:
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, default=_OUT, metavar="DIR", help=f"for tables and stories [default: {_OUT}]"
-    )
+    parser.add_argument("--out", type=Path, default=_OUT, metavar="DIR", help=f"for tables and logs [default: {_OUT}]")
 
 
 def _play_each(asked: argparse.Namespace, directory: Path, reference: Reference) -> Iterator[Outcome]:
@@ -109,7 +107,7 @@ def _soak(asked: argparse.Namespace, directory: Path, reference: Reference) -> I
     with Cluster(directory / "soak") as cluster:
         for number in range(asked.faults):
             (name,) = chance.choices(names, weights)
-            time.sleep(asked.every)
+            time.sleep(asked.every)  # the cluster trains undisturbed between two faults
             outcome = play(cluster, FAULTS[name], chance.randrange(2**32), reference)
             if number == asked.faults - 1:
                 outcome = _checked(cluster, outcome, reference)
@@ -134,7 +132,7 @@ def _kept(cluster: Cluster, outcome: Outcome, out: Path) -> Outcome:
     if outcome.problems or outcome.late:
         kept = out / f"{cluster.project}-{outcome.fault}-{outcome.seed}"
         shutil.copytree(cluster.directory, kept / "ledger", dirs_exist_ok=True)
-        (kept / "story.txt").write_text(cluster.story(), encoding="utf-8")
+        (kept / "log.txt").write_text(cluster.log_text(), encoding="utf-8")
         console.print(f"what it had to say: {kept}", soft_wrap=True)
     return outcome
 

@@ -37,7 +37,7 @@ class Outcome:
     groups: int
     """That came of it."""
     lost: int
-    """Steps that were committed and had to be done again."""
+    """Steps that were committed and had to be repeated."""
     late: tuple[str, ...]
     """What took longer than it should on a machine that has nothing else to do."""
     problems: tuple[str, ...]
@@ -140,7 +140,7 @@ def _await(cluster: Cluster, wait: Wait, known: int) -> float:
         case Recovery(world, _, within_s):
             return _recovered(cluster, known, within_s, world)
         case Hold(seconds):
-            time.sleep(seconds)
+            time.sleep(seconds)  # the duration of the fault
         case Undisturbed(seconds):
             _stay_undisturbed(cluster, seconds)
     cluster.ledger.follow()
@@ -165,7 +165,7 @@ def _recovered(cluster: Cluster, known: int, within_s: float, world: int | None)
 def _stay_undisturbed(cluster: Cluster, seconds: float) -> None:
     """Raises `Broken` if the group or a process of it changes, or steps are no longer made."""
     before, since = (cluster.ledger.newest_group, cluster.ledger.pids()), now()
-    time.sleep(seconds)
+    time.sleep(seconds)  # nothing may change in this time
     cluster.ledger.follow()
     after = (cluster.ledger.newest_group, cluster.ledger.pids())
     if after != before:

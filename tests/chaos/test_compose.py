@@ -57,7 +57,7 @@ def test_killed_container(
     assert before[-1].step < STEPS, "the kill came too late to disturb anything"
 
     bring_back(job, victim)
-    assert job.finish() == [0, 0], job.story()
+    assert job.finish() == [0, 0], job.log_text()
 
     after = job.trace()[len(before) :]
     assert {line.group for line in after}.isdisjoint(line.group for line in before)
@@ -65,7 +65,9 @@ def test_killed_container(
     assert [line.step for line in after] == list(range(after[0].step, STEPS + 1))
     assert after[0].step <= before[-1].step + 1, "steps were left out"
     first_losses = {line.step: line.loss for line in before}
-    assert not [line for line in after if first_losses.get(line.step, line.loss) != line.loss], "redone differently"
+    assert not [line for line in after if first_losses.get(line.step, line.loss) != line.loss], (
+        "repeated with another loss"
+    )
 
     weights, expected = torch.load(job.fetch("weights.pt")), torch.load(reference)
     assert weights.keys() == expected.keys()
@@ -81,6 +83,6 @@ def test_a_container_that_is_started_again_does_not_wait_for_its_own_lease(make_
     docker("kill", "-s", "KILL", node)
     docker("start", node)
     assert job.joined_after(node) < LEASE_S / 2
-    assert job.finish() == [0], job.story()
+    assert job.finish() == [0], job.log_text()
     steps = [line.step for line in job.trace()]
     assert steps[-1] == STEPS

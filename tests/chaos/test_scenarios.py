@@ -28,5 +28,5 @@ def test_faults_one_after_the_other_change_no_bit_of_the_result(cluster: Cluster
     for name in SOME:
         outcome = play(cluster, FAULTS[name], 0, reference)
         print(f"{name}: {outcome.pauses_s} s without a step, {outcome.lost} lost")
-        assert outcome.is_right, f"{outcome}\n{cluster.story()[-6000:]}"
-    assert finish(cluster, reference) == [], cluster.story()[-6000:]
+        assert outcome.is_right, f"{outcome}\n{cluster.log_text()[-6000:]}"
+    assert finish(cluster, reference) == [], cluster.log_text()[-6000:]

@@ -104,7 +104,7 @@ def test_a_wipe_breaks_watches_and_begins_anew() -> None:
     assert (store.read([KeyRange("a")]).revision, store.refresh(lease.lease_id)) == (1, 0.0)
 
 
-def test_a_slow_watch_in_memory_is_told_that_it_missed_something() -> None:
+def test_a_slow_watch_in_memory_is_notified_that_it_missed_something() -> None:
     """Its place in the history was compacted away while it did not look."""
     store = MemoryStore()
     watch = store.watch([KeyRange("a")], 1)

@@ -125,7 +125,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
             pass
 
 
-def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_an_etcd_that_cannot_start_reports_why(tmp_path: Path) -> None:
     """The end of its log is in the error."""
     (tmp_path / "data").write_text("not a directory")
     with pytest.raises(ConfigError, match=r"ended at its start.*not a directory") as raised, EmbeddedEtcd(tmp_path):
@@ -133,7 +133,7 @@ def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_without_any_etcd_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_etcd_the_message_states_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the program on PATH nor the package; a script named etcd would be a process between us and it."""
     launcher = tmp_path / "etcd"
     launcher.write_text("#!/bin/sh\nexit 1\n")

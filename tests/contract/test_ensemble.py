@@ -171,7 +171,7 @@ def test_any_of_three_may_be_lost_and_comes_back_empty_handed(three: Machines) -
 
 
 @pytest.mark.parametrize("kind", [JobKeys, RoleKeys])
-def test_who_leaves_in_order_is_not_one_that_may_be_lost(kind: type[JobKeys | RoleKeys]) -> None:
+def test_a_node_that_leaves_in_order_does_not_count_as_one_that_may_be_lost(kind: type[JobKeys | RoleKeys]) -> None:
     """The last one continues to serve alone."""
     with closing(Machines(3, kind("job"))) as three:
         three.start(*MACHINES[:3])
@@ -183,7 +183,7 @@ def test_who_leaves_in_order_is_not_one_that_may_be_lost(kind: type[JobKeys | Ro
         three.expect(MACHINES[2], MACHINES[2])
 
 
-def test_who_leaves_before_any_node_is_there_is_not_one_that_may_be_lost_either(three: Machines) -> None:
+def test_a_node_that_leaves_before_any_other_joined_does_not_count_as_one_that_may_be_lost(three: Machines) -> None:
     """The others may still be examining theirs."""
     three.start(*MACHINES[:3])
     three.leave(MACHINES[0])
@@ -192,7 +192,7 @@ def test_who_leaves_before_any_node_is_there_is_not_one_that_may_be_lost_either(
     three.write(MACHINES[2], b"2")
 
 
-def test_who_has_taken_no_part_yet_leaves_at_once(three: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_has_not_taken_part_yet_leaves_at_once(three: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while it waits for the job's etcd, whose members are not connected to each other."""
     monkeypatch.setattr(etcd_members, "_NO_LEADER_S", PATIENCE_S)
     three.start(*MACHINES[:2], is_welcome=False)
@@ -202,7 +202,7 @@ def test_who_has_taken_no_part_yet_leaves_at_once(three: Machines, monkeypatch: 
         pool.submit(three.leave, MACHINES[0]).result(PATIENCE_S / 2)
 
 
-def test_who_is_not_sure_to_stay_does_not_take_the_last_ones_majority(
+def test_a_member_that_may_be_lost_does_not_take_the_majority_from_the_last_one(
     three: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent is started with another job's id on a machine that had left, and is refused."""
@@ -226,7 +226,7 @@ def test_who_is_not_sure_to_stay_does_not_take_the_last_ones_majority(
     three.expect(MACHINES[2], MACHINES[2])
 
 
-def test_who_leaves_waits_for_etcd_while_others_leave_too(three: Machines) -> None:
+def test_a_node_that_leaves_waits_for_etcd_while_others_leave_too(three: Machines) -> None:
     """There is no leader for a moment then. A member that ended without being removed would still count."""
     three.start(*MACHINES[:3])
     three.write_that_a_node_is_left()
@@ -328,26 +328,26 @@ def test_a_port_that_is_taken_is_named(two: Machines) -> None:
 def test_only_the_named_machines_get_through_the_gate() -> None:
     """A connection from another address is closed before anything is read from it."""
     inner, outer = free_ports(2)
-    heard = []
+    received = []
     with (
         socket.create_server(("127.0.0.1", inner)) as server,
         ConnectionFilter([PortForward("127.0.0.1", outer, inner)], lambda: ["127.0.0.5"]),
     ):
         stranger = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.6", 0))
-        guest = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.5", 0))
-        with stranger, guest:
+        allowed = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.5", 0))
+        with stranger, allowed:
             stranger.sendall(b"stranger")
-            guest.sendall(b"guest")
+            allowed.sendall(b"allowed")
             passed_on, _ = server.accept()
             with passed_on:
-                heard.append(passed_on.recv(100))
+                received.append(passed_on.recv(100))
                 passed_on.sendall(b"welcome")
-                assert guest.recv(100) == b"welcome"
+                assert allowed.recv(100) == b"welcome"
                 assert _is_hung_up(stranger)
                 server.settimeout(0.2)
                 with pytest.raises(TimeoutError):
                     server.accept()
-    assert heard == [b"guest"]
+    assert received == [b"allowed"]
 
 
 def test_with_a_secret_nobody_gets_in_without_it() -> None:
@@ -407,7 +407,7 @@ def _wrapped(plain: socket.socket, tls: Tls) -> ssl.SSLSocket:
     return context.wrap_socket(plain)
 
 
-def test_who_calls_as_the_gate_closes_is_hung_up_on() -> None:
+def test_a_client_that_connects_while_the_filter_closes_is_disconnected() -> None:
     """Whatever has become of the call by then."""
     inner, outer = free_ports(2)
     with ExitStack() as callers:

@@ -343,7 +343,7 @@ def test_a_pulled_cable_is_an_outage_and_no_more(
     proxy.close()
 
 
-def test_who_hears_nothing_keeps_no_lease(
+def test_a_client_that_receives_nothing_does_not_renew_its_lease(
     own: EmbeddedEtcd, connect: Connect, connect_hasty: Connect, wait_until: WaitUntil
 ) -> None:
     """Where answers get lost, and requests do not."""
@@ -352,7 +352,7 @@ def test_who_hears_nothing_keeps_no_lease(
     lease = connect(own.endpoint).grant(600)
     wait_until(lambda: _is_renewed(store, lease))
     before = _renewals(own)
-    cable.deafen()
+    cable.drop_received()
     for _ in range(3):
         with pytest.raises(StoreUnavailable):
             store.refresh(lease.lease_id)
@@ -382,7 +382,7 @@ def test_a_member_whose_disk_is_stuck_is_left(
         wait_until(lambda: watched.shows(a=b"1"))
 
 
-def test_an_etcd_without_a_health_service_is_heard_all_the_same() -> None:
+def test_an_etcd_without_a_health_service_still_counts_as_answering() -> None:
     """The proxy of etcd has no health service; the error that says so is an answer."""
     answer = message("LeaseKeepAliveResponse")(ID=7, TTL=60).SerializeToString()
     renew = grpc.stream_stream_rpc_method_handler(lambda _requests, _context: iter([answer]))
@@ -431,15 +431,15 @@ def test_a_frozen_first_endpoint_is_left(tmp_path: Path, own: EmbeddedEtcd, conn
         assert store.transact([], [Put("/job/a", b"")]).succeeded
 
 
-def test_no_etcd_at_all_is_said_in_one_line(port: int, connect_hasty: Connect, wait_until: WaitUntil) -> None:
-    """The error names the endpoint and the cause, and nothing of gRPC's long story."""
+def test_no_etcd_at_all_is_reported_in_one_line(port: int, connect_hasty: Connect, wait_until: WaitUntil) -> None:
+    """The error names the endpoint and the cause, and nothing of gRPC's long description."""
     endpoint = f"127.0.0.1:{port}"
     store = connect_hasty(endpoint)
     wait_until(lambda: _why_not(store) == f"etcd at {endpoint} did not answer: Connection refused")
 
 
 @pytest.mark.parametrize("name", ["a..b", "no-such-host.invalid"])
-def test_a_name_that_leads_nowhere_is_said_in_one_line(
+def test_a_name_that_cannot_be_resolved_is_reported_in_one_line(
     connect_hasty: Connect, wait_until: WaitUntil, name: str
 ) -> None:
     store = connect_hasty(f"{name}:2379")
@@ -454,7 +454,7 @@ def _why_not(store: EtcdStore) -> str:
     return str(raised.value)
 
 
-def test_a_renewal_that_is_not_answered_says_nothing_of_the_lease(silent_endpoint: str) -> None:
+def test_an_unanswered_renewal_does_not_extend_the_lease(silent_endpoint: str) -> None:
     """It would be lost membership if it did. The last try may end with its time instead."""
     store = EtcdStore([silent_endpoint], attempt_timeout_s=BOUND_S, retry_for_s=RETRY_S)
     with closing(store), pytest.raises(StoreUnavailable, match=r"without an answer|did not answer"):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
+from waiting import wait_for
 
 from agent.runtime import loop as loop_
 from agent.runtime.loop import Heartbeat
@@ -79,10 +80,7 @@ def agent(store: CountingStore) -> Iterator[Agent]:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + BOUND_S
-    while not is_so():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.002)
+    wait_for(is_so, "the condition", BOUND_S, every_s=0.002)
 
 
 def now() -> float:
@@ -257,7 +255,7 @@ def test_a_hung_loop_is_renewed_for_no_longer_than_the_limit(loop: Loop) -> None
         loop.turn()
 
 
-def test_a_gone_lease_is_told_once(store: CountingStore, agent: Agent) -> None:
+def test_a_lost_lease_is_reported_once(store: CountingStore, agent: Agent) -> None:
     """Afterwards nothing is held, so nothing is asked."""
     lease = store.grant(LONG_S)
     store.revoke(lease.lease_id)

@@ -141,9 +141,9 @@ class Agent:
 
     def states(self, who: Identity) -> list[LinkState]:
         """Each change of the peer's state; repeated reports are dropped."""
-        return [state for state, _ in groupby(self.states_told(who))]
+        return [state for state, _ in groupby(self.reported_states(who))]
 
-    def states_told(self, who: Identity) -> list[LinkState]:
+    def reported_states(self, who: Identity) -> list[LinkState]:
         return [state for told, state, _ in list(self.told) if told == who]
 
     def _tell(self, who: Identity, state: LinkState, why: str) -> None:
@@ -453,7 +453,7 @@ def test_a_connection_that_is_only_cut_is_opened_again(
     wait_until(lambda: a.states(b.me) == [UP, SILENT, UP])
 
 
-def test_a_silent_peer_is_dialled_anew_for_its_connection_may_never_recover(
+def test_a_silent_peer_is_dialled_again_because_its_connection_may_never_recover(
     a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
 ) -> None:
     proxy = make_proxy(b.links.port)
@@ -581,7 +581,7 @@ def test_a_slow_way_gives_a_large_error_not_a_wrong_clock(
 # Leaving, holding, dropping
 
 
-def test_nothing_is_said_of_a_peer_that_leaves_in_order(a: Agent, make_program: MakeProgram, wait_until: Wait) -> None:
+def test_a_peer_that_leaves_in_order_is_not_reported(a: Agent, make_program: MakeProgram, wait_until: Wait) -> None:
     leaver = make_program("leaver")
     a.hold(leaver.peer())
     wait_until(lambda: a.states(leaver.me) == [UP])
@@ -617,10 +617,10 @@ def test_holding_the_same_peers_again_leaves_their_links_alone(
     wait_until(lambda: a.states(c.me) == [UP])
     a.hold(b.peer(proxy.port))
     wait_until(lambda: _callers(c) == 0)
-    assert (proxy.accepted, a.states_told(b.me)) == (1, [UP] * 3), "told again with each order"
+    assert (proxy.accepted, a.reported_states(b.me)) == (1, [UP] * 3), "told again with each order"
 
 
-def test_who_was_dropped_for_a_moment_that_never_came_to_be_is_told_again(
+def test_a_peer_whose_removal_was_superseded_is_notified_again(
     a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
 ) -> None:
     """Calls in quick succession are merged, although the caller dropped the peer in between."""
@@ -632,11 +632,13 @@ def test_who_was_dropped_for_a_moment_that_never_came_to_be_is_told_again(
     a.hold()
     a.hold(b.peer(proxy.port))
     is_ordered.set()
-    wait_until(lambda: a.states_told(b.me) == [UP, UP])
+    wait_until(lambda: a.reported_states(b.me) == [UP, UP])
     assert proxy.accepted == 1
 
 
-def test_who_has_said_goodbye_is_not_told_again(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:
+def test_a_peer_that_has_left_is_not_notified_again(
+    a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait
+) -> None:
     c = make_agent("c")
     c.hold()
     a.hold(b.peer())
@@ -645,7 +647,7 @@ def test_who_has_said_goodbye_is_not_told_again(a: Agent, b: Agent, make_agent: 
     wait_until(lambda: all(task.done() for _, task in a.links._links.values()))
     a.hold(b.peer(), c.peer())
     wait_until(lambda: a.states(c.me) == [UP])
-    assert a.states_told(b.me) == [UP]
+    assert a.reported_states(b.me) == [UP]
 
 
 def test_many_quick_changes_leave_nothing_behind(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:
@@ -761,7 +763,7 @@ def test_a_part_that_was_cut_off_is_handed_over_again(
     assert proxy.accepted == 2
 
 
-def test_it_is_told_when_all_peers_have_what_was_handed_over(
+def test_the_agent_is_notified_when_all_peers_have_the_parts(
     a: Agent, b: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait
 ) -> None:
     c, arrived = make_agent("c"), list[tuple[list[SnapshotPart], list[SnapshotPart]]]()
@@ -778,7 +780,7 @@ def test_it_is_told_when_all_peers_have_what_was_handed_over(
     wait_until(lambda: len(arrived) == 2)
 
 
-def test_who_has_no_peers_has_nothing_to_wait_for(a: Agent, wait_until: Wait) -> None:
+def test_a_node_without_peers_has_nothing_to_wait_for(a: Agent, wait_until: Wait) -> None:
     a.hold()
     arrived = threading.Event()
     a.links.when_delivered(arrived.set)
@@ -796,7 +798,7 @@ def test_heartbeats_go_between_parts(a: Agent, b: Agent, make_proxy: MakeProxy, 
     while time.monotonic() < stop_at:
         step += 1
         a.links.send_part(part(step % 256, size_bytes=SNAPSHOT_PART_BYTES // 4))
-        time.sleep(0.01)
+        time.sleep(0.01)  # faster than parts are delivered
     assert a.states(b.me) == [UP]
     assert len(b.parts) > 3
 
@@ -820,7 +822,7 @@ def test_a_peer_that_takes_nothing_costs_no_more_than_the_newest(
 # Without the secret
 
 
-def test_an_agent_with_another_secret_is_not_let_in_and_is_told_of_once(
+def test_an_agent_with_another_secret_is_refused_and_reported_once(
     b: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait
 ) -> None:
     intruder, proxy = make_agent("a", shared="a guess", heartbeat_s=QUICK_S), make_proxy(b.links.port)
@@ -849,7 +851,9 @@ GARBAGE = b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n"
 
 @in_clear_text
 @pytest.mark.parametrize("words", [OVERSIZE, UNKNOWN, TOO_SOON, GARBAGE], ids=["oversize", "unknown", "ping", "http"])
-def test_who_speaks_otherwise_is_cut_off_without_a_word(a: Agent, b: Agent, words: bytes, wait_until: Wait) -> None:
+def test_a_caller_with_another_protocol_is_disconnected_without_an_answer(
+    a: Agent, b: Agent, words: bytes, wait_until: Wait
+) -> None:
     a.hold(b.peer())
     wait_until(lambda: a.states(b.me) == [UP])
     assert _answers_to(b, words) == b""
@@ -883,14 +887,14 @@ async def _close_while_somebody_calls(turns: int) -> None:
 
 
 @pytest.mark.parametrize("turns", range(5))
-def test_who_calls_while_the_door_closes_is_let_go(turns: int) -> None:
+def test_a_caller_is_disconnected_while_the_listener_closes(turns: int) -> None:
     with warnings.catch_warnings(record=True, action="always") as warned:
         asyncio.run(_close_while_somebody_calls(turns))
         gc.collect()
     assert [str(each.message) for each in warned] == []
 
 
-def test_a_crowd_that_says_nothing_keeps_nobody_out_and_is_sent_away(
+def test_many_silent_connections_keep_no_peer_out_and_are_closed(
     a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait
 ) -> None:
     a.hold(b.peer())
@@ -970,7 +974,7 @@ def test_nothing_that_crosses_the_wire_can_be_read(a: Agent, b: Agent, make_prox
         assert plain not in proxy.said
 
 
-def test_who_has_another_certificate_is_not_taken_for_the_peer(
+def test_a_node_with_another_certificate_is_not_taken_for_the_peer(
     quick_a: Agent, make_agent: MakeAgent, wait_until: Wait
 ) -> None:
     """Even if it knows the secret: a man in the middle could have obtained the proof from the peer itself."""
@@ -982,7 +986,7 @@ def test_who_has_another_certificate_is_not_taken_for_the_peer(
 
 
 @pytest.mark.parametrize("words", [OVERSIZE, GARBAGE], ids=["oversize", "http"])
-def test_who_does_not_speak_tls_is_cut_off(a: Agent, b: Agent, words: bytes, wait_until: Wait) -> None:
+def test_a_client_without_tls_is_disconnected(a: Agent, b: Agent, words: bytes, wait_until: Wait) -> None:
     a.hold(b.peer())
     wait_until(lambda: a.states(b.me) == [UP])
     alert = b"\x15\x03"
@@ -1038,12 +1042,12 @@ def _descriptors() -> set[str]:
 
 def _answers_to(agent: Agent, words: bytes) -> bytes:
     """Send bytes to an agent's port; return everything received until it closes the connection."""
-    heard = b""
+    received = b""
     with socket.create_connection(("127.0.0.1", agent.links.port), timeout=DEADLINE_S) as sock, suppress(OSError):
         sock.sendall(words)
         while data := sock.recv(4096):
-            heard += data
-    return heard
+            received += data
+    return received
 
 
 def _echo(listener: socket.socket) -> None:

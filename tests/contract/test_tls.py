@@ -23,16 +23,6 @@ ALL = KeyRange("/job/", is_prefix=True)
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("stranger"))
-
-
-@pytest.fixture(scope="module")
 def secure(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     """It shows a certificate for 127.0.0.1, and wants one of every client."""
     asks = ("--client-cert-auth", "--trusted-ca-file", authority.ca)
@@ -70,7 +60,7 @@ def why_not(server: str, **options: str) -> str:
         store.close()
 
 
-def expect_told(said: str, server: str, **options: str) -> None:
+def expect_reported(said: str, server: str, **options: str) -> None:
     """Wait for it: etcd listens before it serves, and on a slow machine one try can end before the handshake does."""
     wait_for(lambda: why_not(server, **options) == said, said)
 
@@ -111,22 +101,22 @@ def _is_answering(store: EtcdStore) -> bool:
         return False
 
 
-def test_a_client_that_etcd_does_not_accept_is_told_so(
+def test_a_client_that_etcd_does_not_accept_gets_an_error_that_says_so(
     authority: Authority, stranger: Authority, secure: Member
 ) -> None:
     """Without a certificate, with an expired one, and with one signed by another authority."""
     server = f"https://{secure.endpoint}"
     refused = "it does not accept this client: --etcd_cert is missing, expired, or signed by another authority"
-    expect_told(refused, server, ca=authority.ca)
+    expect_reported(refused, server, ca=authority.ca)
     for cert, key in (authority.issue("old", "old", not_after=YESTERDAY), stranger.issue("other", "other")):
-        expect_told(refused, server, ca=authority.ca, cert=cert, key=key)
+        expect_reported(refused, server, ca=authority.ca, cert=cert, key=key)
 
 
 def test_an_etcd_that_is_not_trusted_is_named(stranger: Authority, secure: Member) -> None:
     """Signed by another authority than the one given, or by no public one."""
     server = f"https://{secure.endpoint}"
-    expect_told("its certificate is not signed by --etcd_ca", server, ca=stranger.ca)
-    expect_told("its certificate is not signed by --etcd_ca", server)
+    expect_reported("its certificate is not signed by --etcd_ca", server, ca=stranger.ca)
+    expect_reported("its certificate is not signed by --etcd_ca", server)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +131,10 @@ def test_a_certificate_of_etcd_that_is_not_valid_is_named(
 ) -> None:
     """It must be for the endpoint's host as it was given."""
     with _run(tmp_path, authority.issue("server", host, not_after=not_after)) as member:
-        expect_told(said, f"https://{member.endpoint}", ca=authority.ca)
+        expect_reported(said, f"https://{member.endpoint}", ca=authority.ca)
 
 
 def test_the_wrong_scheme_is_named(authority: Authority, secure: Member, tmp_path: Path) -> None:
-    expect_told("it closed the connection at once: does it want https://?", secure.endpoint)
+    expect_reported("it closed the connection at once: does it want https://?", secure.endpoint)
     with etcd_cluster(tmp_path, 1) as (member,):
-        expect_told("it does not speak TLS: want http://?", f"https://{member.endpoint}", ca=authority.ca)
+        expect_reported("it does not speak TLS: want http://?", f"https://{member.endpoint}", ca=authority.ca)

@@ -225,7 +225,7 @@ def command_line(data: bytes) -> None:
     """Arguments, one a line: they make a configuration, or are refused in one line."""
     arguments = data.decode("utf-8", "replace").replace("\0", "").split("\n")
     with (
-        patch("agent.runtime.node_facts.resolve", return_value=("10.0.0.1",)),
+        patch("agent.node_facts.resolve", return_value=("10.0.0.1",)),
         patch("socket.getaddrinfo", side_effect=socket.gaierror(-2, "not known")),
         patch.dict(os.environ),
         contextlib.suppress(click.ClickException, click.exceptions.Exit, ElasticAgentError),

@@ -117,7 +117,7 @@ class Job(LocalCluster):
             )
             return next((line.group for line in lines), None)
 
-        return int(wait_for(found, PATIENCE_S, f"step {step} after group {after_group}; {self.story()}"))
+        return int(wait_for(found, PATIENCE_S, f"step {step} after group {after_group}; {self.log_text()}"))
 
     def wait_for_state(self, state: str) -> str:
         """Wait until `status` shows that state; return its reason."""
@@ -126,7 +126,7 @@ class Job(LocalCluster):
             status = self.status()
             return str(status["reason"]) if status["state"] == state else None
 
-        return str(wait_for(found, PATIENCE_S, f"state {state}; {self.story()}"))
+        return str(wait_for(found, PATIENCE_S, f"state {state}; {self.log_text()}"))
 
     def status(self) -> dict[str, Any]:
         """What `elastic-agent status --json` says, asked within this process: tests that wait for it ask often.
@@ -152,16 +152,16 @@ class Job(LocalCluster):
         """Wait for all living agents; all must succeed. The test must be done with the training: it ends soon."""
         self.hurry.touch()
         codes = {node.name: node.wait(3 * PATIENCE_S) for node in list(self.living())}
-        assert not any(codes.values()), f"{codes}; {self.story()}"
+        assert not any(codes.values()), f"{codes}; {self.log_text()}"
 
-    def story(self) -> str:
+    def log_text(self) -> str:
         """What the agents printed, for a failed test's reader."""
         texts = (f"--- {node.name}\n{node.text()[-3000:]}" for node in self.nodes.values())
         return "\n".join(texts)
 
 
 def open_store(server: str) -> EtcdStore:
-    """A connection of the test's own, which an etcd that stands still for some seconds does not break."""
+    """A connection of the test's own, which an etcd that hangs for some seconds does not break."""
     return EtcdStore((server,), retry_for_s=PATIENCE_S)
 
 

@@ -44,7 +44,7 @@ def train(
                 with (directory / "trace.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
             if not (directory / "hurry").exists():
-                time.sleep(step_time_s)
+                time.sleep(step_time_s)  # the time that a step computes
     if tr.is_main():
         (directory / "result").write_text(repr(state.value.item()))
 
@@ -61,7 +61,7 @@ def main() -> None:
         if state.step >= 20 and (directory / "hold").exists():
             (directory / "held").write_text(str(state.step))
             while (directory / "hold").exists():
-                time.sleep(0.01)
+                time.sleep(0.01)  # until the test removes the file; it kills this process if it fails
 
     train(state, directory, steps, step_time_s)
 

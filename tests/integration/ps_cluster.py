@@ -112,8 +112,10 @@ class Job:
         for each, place in zip(shard_hosts, self.map.places, strict=True):
             each.apply_place(self.map.number, place)
 
-    def _on_report(self, number: int, shard: int, is_whole: bool) -> None:  # noqa: FBT001 - as `ShardHostSettings.report_replica`
-        threading.Thread(target=self._apply_report, args=(ReplicaReport(number, shard, is_whole),), daemon=True).start()
+    def _on_report(self, number: int, shard: int, is_complete: bool) -> None:  # noqa: FBT001 - as `ShardHostSettings.report_replica`
+        threading.Thread(
+            target=self._apply_report, args=(ReplicaReport(number, shard, is_complete),), daemon=True
+        ).start()
 
     def _apply_report(self, report: ReplicaReport) -> None:
         with self._lock:

@@ -45,17 +45,19 @@ class Saving(Job):
             committed = self.committed()
             return committed if committed is not None and committed.copy.step > after else None
 
-        later: Checkpoint = wait_for(found, PATIENCE_S, f"a commit after step {after}; {self.story()}")
+        later: Checkpoint = wait_for(found, PATIENCE_S, f"a commit after step {after}; {self.log_text()}")
         return later
 
     def hold(self, moment: str) -> int:
-        """Wait until the save of a step stands still at that moment; return the step."""
+        """Wait until the save of a step is held at that moment; return the step."""
         is_held = self.directory / "held"
         is_held.unlink(missing_ok=True)
         (self.directory / "hold").write_text(moment)
         # It is written again and again, and empty for a moment each time.
         return int(
-            wait_for(lambda: is_held.exists() and is_held.read_text(), PATIENCE_S, f"a save {moment}; {self.story()}")
+            wait_for(
+                lambda: is_held.exists() and is_held.read_text(), PATIENCE_S, f"a save {moment}; {self.log_text()}"
+            )
         )
 
     def kill_worker(self, name: str) -> None:
@@ -63,7 +65,7 @@ class Saving(Job):
         workers = [worker for node in self.living() for worker in node.workers()]
         self.nodes[name].kill_worker()
         _, alive = psutil.wait_procs(workers, PATIENCE_S)
-        assert not alive, self.story()
+        assert not alive, self.log_text()
         (self.directory / "hold").unlink(missing_ok=True)
 
     def first_step(self, *, after_group: int) -> int:
@@ -82,7 +84,7 @@ class Saving(Job):
             lines = (line for node in nodes for line in node.text().splitlines())
             return any(all(each in line for each in words) for line in lines)
 
-        wait_for(are_there, PATIENCE_S, f"{words}; {self.story()}")
+        wait_for(are_there, PATIENCE_S, f"{words}; {self.log_text()}")
 
     def newest_group(self) -> int:
         return read_trace(self.trace)[-1].group
@@ -90,4 +92,4 @@ class Saving(Job):
     def assert_result(self) -> None:
         """The training ended with what it would have ended with."""
         value = float((self.directory / "result").read_text())
-        assert math.isclose(value, held_saves.expected(self.count), rel_tol=1e-9), self.story()
+        assert math.isclose(value, held_saves.expected(self.count), rel_tol=1e-9), self.log_text()

@@ -255,7 +255,7 @@ def cgroup() -> Iterator[Path]:
     made.rmdir()
 
 
-def told_by_an_agent(tmp: Path, enter: str, *scripts: str, within: tuple[str, ...] = ()) -> list[WorkerExited]:
+def exits_of_an_agent(tmp: Path, enter: str, *scripts: str, within: tuple[str, ...] = ()) -> list[WorkerExited]:
     """Run an agent with ranks that run these scripts. Return its output; the first rank to end ends the others."""
     command = [*within, sys.executable, "-c", AGENT.format(enter=enter), str(tmp), *scripts]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=2 * DEADLINE_S, check=True)
@@ -275,7 +275,7 @@ def test_a_worker_that_hits_its_containers_limit_is_reported_so(
     The rank that the agent kills has no cause.
     """
     enter = entering(cgroup) + (hiding_the_log(tmp_path / "guardian.py") if is_log_hidden else "")
-    event, other = told_by_an_agent(tmp_path, enter, EAT, "import time; time.sleep(1000)")
+    event, other = exits_of_an_agent(tmp_path, enter, EAT, "import time; time.sleep(1000)")
     assert (event.local_rank, event.exit_code, event.signal, event.error) == (0, None, signal.SIGKILL, "")
     assert event.why == "out of memory: its cgroup's limit of 256 MiB killed it"
     assert (other.signal, other.why) == (signal.SIGKILL, "")
@@ -299,7 +299,7 @@ def test_a_kill_in_the_workers_own_cgroup_is_found_in_the_kernels_log(bench: Ben
 
 
 def test_a_kill_by_hand_in_a_container_with_a_limit_has_no_cause(tmp_path: Path, cgroup: Path) -> None:
-    (event,) = told_by_an_agent(tmp_path, entering(cgroup), "import os; os.kill(os.getpid(), 9)")
+    (event,) = exits_of_an_agent(tmp_path, entering(cgroup), "import os; os.kill(os.getpid(), 9)")
     assert (event.signal, event.why) == (signal.SIGKILL, "")
 
 
@@ -313,7 +313,7 @@ def test_a_bus_error_with_full_shared_memory_is_explained(tmp_path: Path) -> Non
     mount = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"', "sh")
     if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
-    (event,) = told_by_an_agent(tmp_path, "os.environ['PYTHONFAULTHANDLER'] = '1'", script, within=mount)
+    (event,) = exits_of_an_agent(tmp_path, "os.environ['PYTHONFAULTHANDLER'] = '1'", script, within=mount)
     assert event.signal == signal.SIGBUS
     assert event.error == "Fatal Python error: Bus error"
     assert event.why == "out of shared memory: /dev/shm is full (4 MiB)"

@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_next_older_one(saving: Savi
         saving.kill_worker("ab"[turn % 2])
         older = final_name(committed.kept[-1])
         begun_at = saving.first_step(after_group=group)
-        assert begun_at == int(older.split("-s")[-1]) + 1, saving.story()
+        assert begun_at == int(older.split("-s")[-1]) + 1, saving.log_text()
         saving.wait_for_words(committed.name, "cannot be used", said)
         saving.wait_for_words(f"ROLLED BACK to {saving.checkpoints / older}; the damaged {committed.name} is left")
         saving.wait_for_commit(committed.copy.step + 5)
@@ -118,7 +118,7 @@ def test_a_writer_killed_before_the_commit_or_before_the_rename(saving: Saving) 
     (private,) = saving.checkpoints.glob(f".*-s{step:09d}.*")
     writer = next(n["node_id"] for n in saving.status()["nodes"] if n["ranks"] == [0])
     saving.kill_worker(writer)
-    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.story()
+    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.log_text()
     assert (private / MANIFEST).exists(), "nobody deletes what no record names"
     saving.wait_for_commit(step)
     step = saving.hold("before rename")
@@ -129,7 +129,7 @@ def test_a_writer_killed_before_the_commit_or_before_the_rename(saving: Saving) 
     assert not (saving.checkpoints / committed.name).exists()
     group = saving.newest_group()
     saving.kill_worker(writer)
-    assert saving.first_step(after_group=group) == step + 1, saving.story()
+    assert saving.first_step(after_group=group) == step + 1, saving.log_text()
     saving.wait_for_words(f"renamed the committed checkpoint {saving.checkpoints / committed.name} to its final name")
     saving.finish()
     saving.assert_result()
@@ -211,7 +211,7 @@ def test_a_full_or_read_only_disk_stops_no_training(saving: Saving, small_disk: 
         assert not [path for step in not_saved(saving, why) for path in small_disk.glob(f".*-s{step:09d}.*")]
         group = saving.newest_group()
         saving.kill_worker("a")
-        assert saving.first_step(after_group=group) == kept.copy.step + 1, saving.story()
+        assert saving.first_step(after_group=group) == kept.copy.step + 1, saving.log_text()
         until(lambda why=why, fail=fail: fail(saving) and len(not_saved(saving, why)) > 3)
         steps = not_saved(saving, why)
         until(lambda mend=mend: mend(saving))
@@ -231,7 +231,9 @@ def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
     join_on_own_disk(saving, "a", "1:2")
     join_on_own_disk(saving, "b", "1:2")
     group = saving.wait_for_step(1, world=2)
-    owner = str(wait_for(lambda: (now := saving.committed()) and now.node, PATIENCE_S, f"a commit; {saving.story()}"))
+    owner = str(
+        wait_for(lambda: (now := saving.committed()) and now.node, PATIENCE_S, f"a commit; {saving.log_text()}")
+    )
     saving.wait_for_words(f"{saving.directory / owner} is not shared: 1 of 2 nodes do not see", of=owner)
     saving.nodes[owner].kill()
 
@@ -242,36 +244,38 @@ def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
         reason = f"waiting for {owner}: only its own disk has the checkpoint {committed.name}"
         return committed if status["reason"] == reason else None
 
-    committed = wait_for(is_waited_for, PATIENCE_S, f"a wait for {owner}; {saving.story()}")
+    committed = wait_for(is_waited_for, PATIENCE_S, f"a wait for {owner}; {saving.log_text()}")
     join_on_own_disk(saving, "c", "1:2")
-    wait_for(lambda: "c" in {n["node_id"] for n in saving.status()["nodes"]}, PATIENCE_S, f"c; {saving.story()}")
+    wait_for(lambda: "c" in {n["node_id"] for n in saving.status()["nodes"]}, PATIENCE_S, f"c; {saving.log_text()}")
     assert is_waited_for()
     assert saving.newest_group() == group
     join_on_own_disk(saving, owner, "1:2")
-    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.story()
+    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.log_text()
     group = saving.wait_for_step(committed.copy.step + 1, after_group=group, world=2)
     ranks = {n["node_id"]: n["ranks"] for n in saving.status()["nodes"]}
     assert ranks[owner] == [0]
     before = saving.wait_for_commit(committed.copy.step)
     saving.nodes[next(name for name, its in ranks.items() if its == [1])].kill()
-    assert saving.first_step(after_group=group) > before.copy.step, saving.story()
+    assert saving.first_step(after_group=group) > before.copy.step, saving.log_text()
     saving.finish()
     saving.assert_result()
 
 
 @pytest.mark.long("own-disk-and-memory.txt")
-def test_who_goes_on_from_memory_without_the_node_of_the_checkpoints_saves_on_a_disk_of_its_own(saving: Saving) -> None:
+def test_a_job_that_continues_from_memory_without_the_node_of_the_checkpoints_saves_on_another_disk(
+    saving: Saving,
+) -> None:
     """The directory was never made there. Whoever comes later does not begin from what the lost one has."""
     for name in ("a", "b"):
         join_on_own_disk(saving, name, "1:2", "--snapshot_overhead=100")
-    lost = str(wait_for(lambda: (now := saving.committed()) and now.node, PATIENCE_S, f"a commit; {saving.story()}"))
+    lost = str(wait_for(lambda: (now := saving.committed()) and now.node, PATIENCE_S, f"a commit; {saving.log_text()}"))
     left = "b" if lost == "a" else "a"
     saving.hold("before commit")  # what is in memory is newer
     group = saving.newest_group()
     saving.nodes[lost].kill()
     (saving.directory / "hold").unlink()
     committed = saving.wait_for_commit(saving.first_step(after_group=group))
-    assert committed.node == left, saving.story()
+    assert committed.node == left, saving.log_text()
     assert not [name for name in committed.kept if f"-g{group:06d}-" in name]
     saving.nodes[left].kill()
     group = saving.newest_group()
@@ -280,7 +284,7 @@ def test_who_goes_on_from_memory_without_the_node_of_the_checkpoints_saves_on_a_
     committed = saving.committed()
     assert committed is not None
     join_on_own_disk(saving, left, "1:2")
-    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.story()
+    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.log_text()
     saving.finish()
     saving.assert_result()
 
@@ -295,7 +299,7 @@ def test_an_older_runs_checkpoint_on_another_nodes_disk_is_no_reason_for_step_0(
     join_on_own_disk(saving, "a", "2")
     wait_for(lambda: "waiting for 1 of 2 nodes" in saving.nodes["a"].text(), PATIENCE_S, "a is the older node")
     join_on_own_disk(saving, "b", "2")
-    assert saving.first_step(after_group=0) == 16, saving.story()
+    assert saving.first_step(after_group=0) == 16, saving.log_text()
     said = f"cannot read the checkpoint in {saving.directory / 'a'}: this node, where rank 0 is, has none"
     assert f"waiting for the checkpoint: a {said}" in saving.status()["cause"]
     saving.finish()
@@ -309,7 +313,9 @@ def test_a_directory_that_goes_away_is_waited_for_and_costs_nothing(saving: Savi
         saving.join(name, "2", "--max_restarts=1")
     saving.wait_for_commit(10)
     away = saving.checkpoints.rename(saving.directory / "away")
-    wait_for(lambda: "No such file or directory" in saving.story(), PATIENCE_S, f"a failed save; {saving.story()}")
+    wait_for(
+        lambda: "No such file or directory" in saving.log_text(), PATIENCE_S, f"a failed save; {saving.log_text()}"
+    )
     committed, group = saving.committed(), saving.newest_group()
     assert committed is not None
     saving.kill_worker("b")
@@ -324,10 +330,10 @@ def test_a_directory_that_goes_away_is_waited_for_and_costs_nothing(saving: Savi
             and status["restarts"] == 1
         )
 
-    wait_for(has_tried_again, PATIENCE_S, f"a few tries; {saving.story()}")
+    wait_for(has_tried_again, PATIENCE_S, f"a few tries; {saving.log_text()}")
     assert saving.newest_group() == group, "nobody took a step"
     wait_for(lambda: is_renamed(away, saving.checkpoints), PATIENCE_S, "the directory is back")
-    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.story()
+    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.log_text()
     saving.finish()
     saving.assert_result()
 
@@ -353,7 +359,7 @@ def read():
 tr.init()
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10))
 number, data, _ = share_from_main(read)
-print("heard", number, len(data))
+print("received", number, len(data))
 """
 
 
@@ -362,4 +368,4 @@ def test_a_wait_for_the_checkpoint_may_be_longer_than_a_collective(tmp_path: Pat
     """The node whose disk has it may be away for hours; nobody fails for that."""
     with started(["-c", READ_SLOWLY], world=2, group=1, directory=tmp_path) as ranks:
         results = ranks.finish()
-    assert [(code, output.splitlines()[-1:]) for code, output in results] == [(0, ["heard 7 3"])] * 2, results
+    assert [(code, output.splitlines()[-1:]) for code, output in results] == [(0, ["received 7 3"])] * 2, results

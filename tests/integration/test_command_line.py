@@ -387,7 +387,7 @@ def test_a_mistake_is_one_clear_line_and_the_right_code(tmp_path: Path) -> None:
         assert "jobs that have ended: none" in output, "a mistake writes nothing"
 
 
-def test_a_node_says_what_an_unset_variable_left_open(host: Host) -> None:
+def test_a_node_reports_what_an_unset_variable_left_open(host: Host) -> None:
     """`--node_id="$UNSET"` is not given: two such agents on one host do not wait for each other's name."""
     line = "elastic-agent --job_id=X --np=2 --node_id= --address= train.py"
     agents = [host.start(line), host.start(line)]
@@ -459,7 +459,7 @@ def test_help_names_every_command(tmp_path: Path) -> None:
         (f"exec {' '.join(UNSHARE)}", "127.0.0.1 cannot be reached (Network is unreachable), "),
     ],
 )
-def test_what_the_system_does_not_give_is_said_in_one_line(tmp_path: Path, before: str, said: str) -> None:
+def test_what_the_system_does_not_provide_is_reported_in_one_line(tmp_path: Path, before: str, said: str) -> None:
     (tmp_path / "gone").mkdir()
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('never run')")

@@ -41,7 +41,7 @@ def family_of(job: Job, group: int) -> dict[str, int]:
         pids = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
         return {kind: int(pid) for kind, pid in pids.items()} if len(pids) == 4 else None
 
-    found: dict[str, int] = wait_for(told, PATIENCE_S, f"the family of group {group}; {job.story()}")
+    found: dict[str, int] = wait_for(told, PATIENCE_S, f"the family of group {group}; {job.log_text()}")
     return found
 
 
@@ -73,7 +73,7 @@ def test_a_killed_agent_leaves_nothing_behind(family_job: Job) -> None:
     assert_gone(family | guardians)
 
 
-def test_what_somebody_stops_goes_on_and_nothing_stopped_outlives_its_agent(family_job: Job) -> None:
+def test_stopped_processes_are_continued_and_none_outlives_its_agent(family_job: Job) -> None:
     """The guardian and the page's process: no descriptor tells of that."""
     node = family_job.start("a", "1", [str(family_job.directory / "family.py")], options=["--http=0"])
     family = family_of(family_job, 1)

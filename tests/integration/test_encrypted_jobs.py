@@ -49,7 +49,7 @@ def test_links_and_page_are_encrypted_with_these_certificates(etcd: EmbeddedEtcd
     with Waiting(tmp_path, etcd.endpoint, tmp_path.name, PATIENT) as job:
         job.join("a", "2", "--http=0", *options(authority.files("a", "127.0.0.1")))
         job.join("b", "2", *options(authority.files("b", "127.0.0.1")))
-        wait_for(lambda: '"training"' in ask(job, "status", "--json"), f"both nodes; {job.story()}", PATIENCE_S)
+        wait_for(lambda: '"training"' in ask(job, "status", "--json"), f"both nodes; {job.log_text()}", PATIENCE_S)
         url = urlsplit(json.loads(ask(job, "page", "--json"))["pages"][0]["url"])
         assert url.scheme == "https"
 
@@ -60,7 +60,7 @@ def test_links_and_page_are_encrypted_with_these_certificates(etcd: EmbeddedEtcd
             connection.close()
             return answer.status == 200
 
-        wait_for(is_ready, f"the page; {job.story()}", PATIENCE_S)
+        wait_for(is_ready, f"the page; {job.log_text()}", PATIENCE_S)
         plain = http.client.HTTPConnection(url.netloc, timeout=PATIENCE_S)
         plain.request("GET", "/readyz")
         with pytest.raises((http.client.BadStatusLine, ConnectionError)):

@@ -196,7 +196,7 @@ while not os.path.exists("go"):
 """
 
 
-def test_a_job_is_found_without_being_told_where_while_it_runs_and_when_it_has_ended(tmp_path: Path) -> None:
+def test_a_job_is_found_without_an_address_while_it_runs_and_after_its_end(tmp_path: Path) -> None:
     """And when its agent was killed: nobody takes it for one that runs."""
     runtime, elsewhere = tmp_path / "runtime", tmp_path / "elsewhere"
     for directory in (runtime, elsewhere):

@@ -66,7 +66,7 @@ def test_all_nodes_that_are_preempted_at_once_leave_and_the_job_goes_on_later(jo
     nodes = list(running.nodes.values())
     for node in nodes:
         node.terminate()
-    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], running.story()
+    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], running.log_text()
     stopped_at = read_trace(running.trace)[-1].step
     assert stopped_at < running.steps
     for name in ("a", "b"):

@@ -169,7 +169,7 @@ def test_a_hang_in_user_code_and_the_rank_that_waits_for_it(bench: Callable[...,
     assert certain.for_s >= 2 * certain.limit_s
 
 
-@pytest.mark.long("test_a_rank_that_stands_still_is_named_although_all_do in integration/test_incidents.py")
+@pytest.mark.long("test_a_stalled_rank_is_named_although_all_stall in integration/test_incidents.py")
 def test_ranks_that_wait_for_each_other_in_different_places(bench: Callable[..., Bench]) -> None:
     """One skips a collective that the other waits for, and waits for one that the other never enters."""
     made = bench()
@@ -285,7 +285,7 @@ def test_the_first_step_of_all_ranks_is_posted_once(bench: Callable[..., Bench])
     ],
     ids=["its data", "its forward pass"],
 )
-def test_of_two_ranks_the_slow_one_is_told(bench: Callable[..., Bench], slow: str) -> None:
+def test_of_two_ranks_the_slow_one_is_reported(bench: Callable[..., Bench], slow: str) -> None:
     """At the latest once a short stop of one rank hardly counts any more: own times are a mean of many steps."""
     made = bench()
     made.train(slow.replace("SLOW", "lambda *_: time.sleep(0.1)"))

@@ -59,12 +59,12 @@ class Failing(Job):
         try:
             return wait_for(found, PATIENCE_S, f"an incident: {cause}")  # type: ignore[no-any-return]
         except Timeout as timeout:
-            raise AssertionError(f"{timeout}; {self.incidents()}; {self.story()}") from None
+            raise AssertionError(f"{timeout}; {self.incidents()}; {self.log_text()}") from None
 
     def assert_result(self) -> None:
         """The training ended with what it would have ended with."""
         value = float((self.directory / "result").read_text())
-        assert math.isclose(value, counting.expected(self.count), rel_tol=1e-12), self.story()
+        assert math.isclose(value, counting.expected(self.count), rel_tol=1e-12), self.log_text()
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ HANGS = {
 
 @pytest.mark.long("integration/test_hangs.py")
 @pytest.mark.parametrize("kind", some(["collective"], of=HANGS))
-def test_a_rank_that_stands_still_is_named_although_all_do(failing: Callable[..., Failing], kind: str) -> None:
+def test_a_stalled_rank_is_named_although_all_stall(failing: Callable[..., Failing], kind: str) -> None:
     """The others wait for it in a collective; none of them is blamed, and no agent ends."""
     job = failing(kind, *HASTE)
     start_three(job)
@@ -159,10 +159,10 @@ def test_no_pause_of_a_whole_training_is_taken_for_a_hang(failing: Callable[...,
     for name in "ab":
         job.start(name, "2", [pausing_job.__file__, str(job.directory)])
     for node in job.nodes.values():
-        assert node.wait(500.0) == 0, job.story()
+        assert node.wait(500.0) == 0, job.log_text()
     steps = float(pausing_job.EPOCHS * pausing_job.STEPS)
     assert [float((job.directory / f"done-{rank}").read_text()) for rank in (0, 1)] == [steps, steps]
-    assert "made no step" not in job.story()
+    assert "made no step" not in job.log_text()
     assert [each.cause for each in job.incidents()] == ["start"]
 
 
@@ -259,15 +259,15 @@ def test_a_node_that_is_lost_is_named_and_charged_to_nobody(failing: Callable[..
     job.assert_result()
 
 
-@pytest.mark.long("slow.txt; test_of_two_ranks_the_slow_one_is_told in integration/test_hangs.py")
-def test_a_slow_rank_is_told_from_those_that_it_holds_up(failing: Callable[..., Failing]) -> None:
+@pytest.mark.long("slow.txt; test_of_two_ranks_the_slow_one_is_reported in integration/test_hangs.py")
+def test_a_slow_rank_is_distinguished_from_those_that_it_delays(failing: Callable[..., Failing]) -> None:
     """All of them take steps at the pace of the slowest; nothing is changed for it."""
     job = failing("slow")
     for name in "abc":
         job.start(name, "3", [slow_job.__file__, "120"])
     job.finish()
     said = [line for node in job.nodes.values() for line in node.text().splitlines() if " is slow: " in line]
-    assert said, job.story()
+    assert said, job.log_text()
     assert all(" on b is slow: " in line for line in said), said
     assert [each.cause for each in job.incidents()] == ["start"]
 
@@ -320,7 +320,7 @@ def test_hangs_that_come_with_one_new_step_each_run_out_of_the_budget(failing: C
     script = job.directory / "creeping.py"
     script.write_text(CREEPING)
     job.start("a", "1", [str(script)])
-    assert job.nodes["a"].wait(PATIENCE_S) == 76, job.story()
+    assert job.nodes["a"].wait(PATIENCE_S) == 76, job.log_text()
     assert "after step 2 " in job.nodes["a"].text().splitlines()[-1]
     assert [each.step for each in job.incidents()] == [0, 1]
 

@@ -125,7 +125,7 @@ def test_a_node_is_killed_in_mid_epoch_and_replaced(
 
 
 @pytest.mark.parametrize("framework", some(["lightning"], of=FRAMEWORKS))
-def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
+def test_both_nodes_are_asked_to_leave_and_the_job_is_started_again(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:
     """They end with code 0, what follows the training is not done yet, and no step is taken twice."""
@@ -134,7 +134,7 @@ def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
     program.wait_for_step(SLOW_FROM)
     for node in program.living():
         node.terminate()
-    assert [node.wait(PATIENCE_S) for node in program.nodes.values()] == [0, 0], program.story()
+    assert [node.wait(PATIENCE_S) for node in program.nodes.values()] == [0, 0], program.log_text()
     assert not program.groups_that_finished
     wait_for(lambda: not list(program.living()), PATIENCE_S, "both agents are gone")
 

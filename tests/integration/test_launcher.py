@@ -237,7 +237,7 @@ def undisturbed(directory: Path, step: int) -> str:
     return dict(line.split() for line in (directory / "digests").read_text().splitlines())[str(step)]
 
 
-def test_who_is_missing_is_said_while_it_is_waited_for(tmp_path: Path, network: Callable[..., Network]) -> None:
+def test_missing_nodes_are_named_while_the_job_waits(tmp_path: Path, network: Callable[..., Network]) -> None:
     """First who does not answer where etcd is to be, then who has not joined."""
     (tmp_path / "train.py").write_text(TRAIN)
     machines = network(1, 2, 3)
@@ -416,7 +416,7 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_a_rank_said_last_is_shown_where_it_did_not_run(
+def test_the_last_output_of_a_rank_is_shown_on_another_node(
     tmp_path: Path, network: Callable[..., Network], failing: int
 ) -> None:
     """The others' output is in files; but why the job has failed is on every console.

@@ -56,7 +56,7 @@ class Talks(Job):
         self.group = group
         wait_for(
             lambda: sum(path.stat().st_size > 0 for path in self.log_files(group)) >= ranks,
-            f"lines of {ranks} ranks in group {group}; {self.story()}",
+            f"lines of {ranks} ranks in group {group}; {self.log_text()}",
             PATIENCE_S,
         )
 
@@ -134,7 +134,7 @@ def test_logs_come_from_the_nodes_that_they_lie_on(talks: MakeJob) -> None:
     job.nodes["b"].process.send_signal(signal.SIGCONT)
 
 
-def test_of_a_node_that_is_gone_it_is_said_where_its_log_lay(talks: MakeJob) -> None:
+def test_for_a_node_that_is_gone_the_place_of_its_log_is_shown(talks: MakeJob) -> None:
     job = talks()
     job.begin("abc", "2:3")
     job.nodes["c"].kill()
@@ -175,7 +175,7 @@ def test_following_goes_on_over_a_restart_to_the_last_word(talks: MakeJob) -> No
         try:
             assert follower.wait(PATIENCE_S) == 0
         except subprocess.TimeoutExpired:
-            pytest.fail(f"it still follows; of the agents: {job.story()}")
+            pytest.fail(f"it still follows; of the agents: {job.log_text()}")
         job.finish()
         found = _lines(shown.read_text())
     assert len(found) == 4

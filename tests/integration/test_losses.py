@@ -55,7 +55,7 @@ class Counting(Job):
     def assert_result(self) -> None:
         """The training ended with what it would have ended with."""
         value = float((self.directory / "result").read_text())
-        assert math.isclose(value, counting.expected(self.count), rel_tol=1e-12), self.story()
+        assert math.isclose(value, counting.expected(self.count), rel_tol=1e-12), self.log_text()
 
 
 class Sight:
@@ -150,7 +150,7 @@ def test_an_agent_cut_off_from_etcd_and_its_neighbour_stops_its_workers(counted:
     cable.pull()
     wait_for(lambda: "etcd cannot be reached" in counted.nodes["b"].text(), PATIENCE_S, "b's outage")
     counted.nodes.pop("a").kill()
-    wait_for(lambda: not before.is_running(), PATIENCE_S, f"b stops its workers; {counted.story()}")
+    wait_for(lambda: not before.is_running(), PATIENCE_S, f"b stops its workers; {counted.log_text()}")
     cable.plug_in()
     counted.wait_for_step(1, after_group=number, world=1)
     counted.finish()
@@ -165,7 +165,7 @@ def test_an_agent_that_sleeps_through_its_lease_in_a_save_commits_nothing(counte
         counted.join(name, "1:2")
     number = counted.wait_for_step(10, world=2)
     held = int(
-        wait_for(lambda: text_of(counted.directory / "held"), PATIENCE_S, f"a save that is held; {counted.story()}")
+        wait_for(lambda: text_of(counted.directory / "held"), PATIENCE_S, f"a save that is held; {counted.log_text()}")
     )
     sleeper = sight.group().members[0].node_id
     fell_asleep_at = time.time()
@@ -229,7 +229,7 @@ def test_a_group_that_was_cut_off_has_no_say_in_what_its_successor_resumes_from(
 
 @pytest.mark.long("agent-paused.txt; test_a_hung_loop_loses_its_lease in contract/test_lease.py")
 def test_a_hung_agent_loses_its_place(counted: Counting, sight: Sight) -> None:
-    """Its process lives and its threads run, but its loop stands still: that is no reason to keep its lease alive.
+    """Its process lives and its threads run, but its loop hangs: that is no reason to keep its lease alive.
 
     One that is late for half a lease, on a busy machine, keeps its place.
     """

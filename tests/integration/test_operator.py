@@ -111,7 +111,7 @@ def wait_until(job: Job, what: str, holds: Callable[[JobStatus], bool], within_s
                     return status
     finally:
         store.close()
-    raise AssertionError(f"not within {within_s:g} s: {what}; {job.story()}")
+    raise AssertionError(f"not within {within_s:g} s: {what}; {job.log_text()}")
 
 
 def wait_for_ranks(job: Job, world_size: int) -> None:
@@ -246,7 +246,7 @@ def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     says = three.nodes[status.leader or ""]
     wait_for(
         lambda: any(line in text and killed in text for text in says.text().splitlines()),
-        f"the leader to say it; {three.story()}",
+        f"the leader to say it; {three.log_text()}",
     )
 
 

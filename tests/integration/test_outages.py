@@ -13,8 +13,8 @@ import pytest
 from cases import some
 from clusters import etcd_cluster, leader_first
 from contract.conftest import compact_etcd
-from guarded import HOME, QUICK, SECRET, Guarded
 from integration.conftest import PATIENCE_S, Coordinator, Job, open_store
+from secured_etcd import HOME, QUICK, SECRET, SecuredEtcd
 
 from agent.errors import ConfigError, StoreUnavailable
 from agent.rehearse.cluster import read_trace, wait_for
@@ -44,8 +44,8 @@ def pids(job: Job) -> set[int]:
 def assert_undisturbed(job: Job, before: set[int], group: int) -> None:
     """The same processes, the same group, and every step taken once."""
     lines = read_trace(job.trace)
-    assert pids(job) == before, job.story()
-    assert lines[-1].group == group, job.story()
+    assert pids(job) == before, job.log_text()
+    assert lines[-1].group == group, job.log_text()
     steps = [line.step for line in lines if line.group == group]
     assert steps == list(range(steps[0], steps[-1] + 1))
 
@@ -59,7 +59,7 @@ def assert_still_works(job: Job, group: int) -> None:
 def train_for(job: Job, seconds: float) -> None:
     """Wait until the job has trained on for so long, by its own trace."""
     until = read_trace(job.trace)[-1].t + seconds
-    wait_for(lambda: read_trace(job.trace)[-1].t > until, seconds + PATIENCE_S, f"training goes on; {job.story()}")
+    wait_for(lambda: read_trace(job.trace)[-1].t > until, seconds + PATIENCE_S, f"training goes on; {job.log_text()}")
 
 
 def settle(job: Job, group: int) -> None:
@@ -73,7 +73,7 @@ def settle(job: Job, group: int) -> None:
         nodes = [node for node in status["nodes"] if node["ranks"]]
         return status["group"] == group and status["leader"] is not None and len(nodes) == 2
 
-    wait_for(is_whole, PATIENCE_S, f"group {group} to be whole; {job.story()}")
+    wait_for(is_whole, PATIENCE_S, f"group {group} to be whole; {job.log_text()}")
 
 
 FAULTS: dict[str, Callable[[Coordinator, Job], None]] = {}
@@ -148,7 +148,7 @@ def test_training_goes_on(coordinator: Coordinator, running: Job, name: str) -> 
     assert_still_works(running, running.group)
 
 
-def test_a_node_whose_record_nobody_can_read_keeps_nobody_from_going_on(coordinator: Coordinator, running: Job) -> None:
+def test_an_unreadable_record_of_a_node_does_not_stop_the_others(coordinator: Coordinator, running: Job) -> None:
     """It is of another version of elastic-agent."""
     running.group = running.status()["group"]
     with closing(open_store(coordinator.endpoint)) as store:
@@ -157,7 +157,7 @@ def test_a_node_whose_record_nobody_can_read_keeps_nobody_from_going_on(coordina
     wait_for(
         lambda: any(all(word in node.text() for word in told) for node in running.living()),
         PATIENCE_S,
-        f"the leader tells; {running.story()}",
+        f"the leader tells; {running.log_text()}",
     )
     assert_still_works(running, running.group)
 
@@ -195,7 +195,7 @@ def fill(store: Store) -> None:
 
 @pytest.mark.long("no test in every run; scripts/chaos etcd-full")
 @pytest.mark.skipif(not shutil.which("etcdctl"), reason="needs etcdctl on PATH")
-def test_who_comes_while_etcd_is_full_waits_for_room(tmp_path: Path) -> None:
+def test_an_agent_that_starts_while_etcd_is_full_waits_for_room(tmp_path: Path) -> None:
     (tmp_path / "etcd").mkdir()
     quota = "--quota-backend-bytes", str(4 << 20)
     with etcd_cluster(tmp_path / "etcd", 1, quota) as (member,), Job(tmp_path, member.endpoint, "full", TIMING) as job:
@@ -204,7 +204,7 @@ def test_who_comes_while_etcd_is_full_waits_for_room(tmp_path: Path) -> None:
                 fill(store)
             node = job.join("a", "1")
             waits = "waiting for etcd since", "space exceeded"
-            wait_for(lambda: all(word in node.text() for word in waits), PATIENCE_S, f"a wait; {job.story()}")
+            wait_for(lambda: all(word in node.text() for word in waits), PATIENCE_S, f"a wait; {job.log_text()}")
             compact_etcd(member.endpoint, store.read(()).revision)
         for command in ("defrag", "alarm disarm"):
             ask = ["etcdctl", "--endpoints", member.endpoint, *command.split()]
@@ -217,7 +217,7 @@ def test_a_role_that_is_taken_away_for_a_while_disturbs_nobody(tmp_path: Path) -
     """Who may not read the job keeps no lease, and so all of them end; but nobody takes that for a loss."""
     (tmp_path / "etcd").mkdir()
     with etcd_cluster(tmp_path / "etcd", 1, QUICK) as (member,):
-        guarded = Guarded(member)
+        secured = SecuredEtcd(member)
         user = {"ELASTIC_AGENT_ETCD_USER": "train", "ELASTIC_AGENT_ETCD_PASSWORD": SECRET}
         with Job(tmp_path, member.endpoint, Path(HOME).name, TIMING, os.environ | user) as job:
             job.epochs, job.step_time_s = 400, 0.05
@@ -227,13 +227,13 @@ def test_a_role_that_is_taken_away_for_a_while_disturbs_nobody(tmp_path: Path) -
             settle(job, job.status()["group"])
             job.group = job.status()["group"]
             before = pids(job)
-            guarded.log_in()
-            guarded.forbid(HOME)
-            wait_for(lambda: not guarded.keys(HOME + "nodes/"), PATIENCE_S, "the end of all leases")
+            secured.log_in()
+            secured.forbid(HOME)
+            wait_for(lambda: not secured.keys(HOME + "nodes/"), PATIENCE_S, "the end of all leases")
             train_for(job, LEASE_S)
-            guarded.permit(HOME)
+            secured.permit(HOME)
             settle(job, job.group)
             train_for(job, 1.5 * LEASE_S)
             assert_undisturbed(job, before, job.group)
             assert_still_works(job, job.group)
-        guarded.close()
+        secured.close()

@@ -47,7 +47,7 @@ def lose_one(running: Job, command: list[str], moment: str) -> str:
 @pytest.mark.long("integration/test_integrations.py")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("program", "moment", "last"), CHECKS, ids=[program for program, _, _ in CHECKS])
-def test_a_check_of_accelerate_is_begun_anew_and_passes(
+def test_a_check_of_accelerate_starts_over_and_passes(
     job: Callable[..., Job], program: str, moment: str, last: str
 ) -> None:
     said = lose_one(job(), ["-m", f"accelerate.test_utils.scripts.{program}"], moment)

@@ -30,11 +30,11 @@ def test_a_script_for_torchrun_survives_a_killed_worker_and_a_lost_node(job: Cal
     checkpoint = broken.directory / "plain-checkpoint.pt"
     broken.start("a", "2", command)
     broken.start("b", "2", command)
-    wait_for(checkpoint.exists, PATIENCE_S, f"the first checkpoint; {broken.story()}")
+    wait_for(checkpoint.exists, PATIENCE_S, f"the first checkpoint; {broken.log_text()}")
     broken.nodes["b"].kill_worker()
     wait_for(lambda: len(broken.nodes["b"].workers()) == 1 and broken.status()["group"] == 2, PATIENCE_S, "group 2")
     saved = checkpoint.stat().st_mtime
-    wait_for(lambda: checkpoint.stat().st_mtime > saved, PATIENCE_S, f"another checkpoint; {broken.story()}")
+    wait_for(lambda: checkpoint.stat().st_mtime > saved, PATIENCE_S, f"another checkpoint; {broken.log_text()}")
     broken.nodes["b"].kill()
     broken.start("c", "2", command)
     broken.finish()

@@ -45,7 +45,7 @@ def wait_until_it_runs(job: tuple[str, ...], node: Running) -> None:
     wait_for(runs, f"all processes; {node.output.read_text()}", PATIENCE_S)
 
 
-def test_a_job_is_shown_stopped_and_let_begin_anew(tmp_path: Path, here: Callable[..., tuple[str, ...]]) -> None:
+def test_a_job_is_shown_stopped_and_reset(tmp_path: Path, here: Callable[..., tuple[str, ...]]) -> None:
     job = here()
     line = (*job, "--server_num=2", "--worker_num=1", "--ps_replicas=1", "train.py")
     with running(tmp_path, *line) as node:

@@ -15,11 +15,11 @@ from integration.ps_cluster import PATIENCE_S
 from waiting import has_ended, wait_for
 
 from agent.config import WorkerConfig
-from agent.roles import core
-from agent.roles.environment import RoleFacts
+from agent.roles.events import ProcessExited, ReplicaReported
 from agent.roles.plan import RolePlan, RoleProcess
-from agent.roles.workers import RoleProcesses
 from agent.workers import standbys
+from agent.workers.role_environment import RoleFacts
+from agent.workers.role_processes import RoleProcesses
 from trainer_runtime import contract
 
 SHOWS = f"""
@@ -31,7 +31,7 @@ time.sleep(1000)
 SERVER, WORKER = RoleProcess("server", 0, "127.0.0.1", 7001), RoleProcess("worker", 1, "127.0.0.1", 7003)
 PLAN = RolePlan((SERVER, RoleProcess("worker", 0, "127.0.0.1", 7002), WORKER))
 
-Told = queue.Queue[core.ProcessExited | core.ReplicaReported]
+Told = queue.Queue[ProcessExited | ReplicaReported]
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_killed_process_is_replaced_by_its_standby(
             pids.append(warm(workers, post))
             os.kill(int(str(pid)), signal.SIGKILL)
             gone = told.get(timeout=PATIENCE_S)
-            assert isinstance(gone, core.ProcessExited)
+            assert isinstance(gone, ProcessExited)
             assert (gone.process, gone.reason) == (post, "was killed by SIGKILL")
             workers.start(post, incarnation)
             pid, *then = shown(workers, post, incarnation)

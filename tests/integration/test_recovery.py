@@ -76,7 +76,7 @@ def test_a_lost_node_is_waited_for_and_replaced_by_another(job: Make, reference:
 
 
 @pytest.mark.long(
-    "test_an_elastic_job_goes_on_and_takes_newcomers_last in simulation/test_stories.py; chaos/test_compose.py"
+    "test_an_elastic_job_goes_on_and_takes_newcomers_last in simulation/test_seeded_scenarios.py; chaos/test_compose.py"
 )
 def test_an_elastic_job_goes_on_with_the_rest_and_a_newcomer_comes_last(job: Make, reference: Reference) -> None:
     running = job()

@@ -66,9 +66,9 @@ def made(tmp_path: Path) -> Path:
     failed = ended("b", 1, error=_EVIL, traceback=f"Traceback (most recent call last):\n{_EVIL}")
     run.add("failed", 60.0, ("a", "b", "c"), ended=(failed,), replayed_steps=3, step_s=0.5, step=12)
     run.add("lost", 120.0, ("a", "c"), reason=f"lost b {_EVIL}")
-    story = run.history(300.0, job_id=_EVIL)
+    history = run.history(300.0, job_id=_EVIL)
     path = tmp_path / "report.html"
-    path.write_text(page.page(story, figures.draw(story)), encoding="utf-8")
+    path.write_text(page.page(history, figures.draw(history)), encoding="utf-8")
     return path
 
 

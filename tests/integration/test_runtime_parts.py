@@ -90,7 +90,7 @@ def test_each_rank_goes_on_with_its_own_randomness_and_statistics(
     assert undisturbed[0] != undisturbed[1], "else a rank could have had the other's"
 
 
-def test_after_a_resize_no_two_ranks_draw_the_same_and_the_new_one_is_told(killed: Path, tmp_path: Path) -> None:
+def test_after_a_resize_no_two_ranks_draw_the_same_and_the_new_rank_is_reported(killed: Path, tmp_path: Path) -> None:
     results = run(TRAIN, shutil.copytree(killed, tmp_path / "checkpoints"), "0", world=3, group=2)
     assert [code for code, _ in results] == [0, 0, 0], results
     steps = [did(lines)[0].split() for _, lines in results]
@@ -123,7 +123,7 @@ if tr.is_main():
     ],
     ids=["shared", "own disks", "one node"],
 )
-def test_a_probe_tells_whether_all_nodes_see_the_directory(
+def test_a_probe_shows_whether_all_nodes_see_the_directory(
     tmp_path: Path, places: tuple[str, str], local_ranks: tuple[int, int], owner: str, said: int
 ) -> None:
     own = {

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,21 +16,15 @@ import pytest
 import torch
 from cases import some
 from ports import free_port
+from waiting import wait_for
 
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BOUND_S = 120.0
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {BOUND_S} s in vain: {what}"
-        time.sleep(0.01)
 
 
 class Ranks:
@@ -118,8 +111,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = directory / "trace.jsonl"
     command = digits(directory / "never.pt", "--step_time_s", "0.25", "--trace", trace)
     with started(command, world=2, group=1, directory=directory) as ranks:
-        wait_until((directory / "r-g000001-s000000020").exists, "the checkpoint of step 20")
-        wait_until(lambda: all(page.step >= 25 for page in ranks.pages), "step 25 on every control page")
+        wait_for((directory / "r-g000001-s000000020").exists, "the checkpoint of step 20", BOUND_S)
+        wait_for(lambda: all(page.step >= 25 for page in ranks.pages), "step 25 on every control page", BOUND_S)
         for process in ranks.processes:
             process.send_signal(signal.SIGKILL)
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -214,7 +207,7 @@ do_on_all(load)
 """
 
 
-def test_what_failed_here_is_told_although_the_others_are_gone(tmp_path: Path) -> None:
+def test_a_local_failure_is_reported_although_the_others_are_gone(tmp_path: Path) -> None:
     with started(["-c", BEREFT], world=2, group=1, directory=tmp_path) as ranks:
         _, (code, output) = ranks.finish()
     assert code == 1

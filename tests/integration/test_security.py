@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Guarded:
+class SecuredCluster:
     """An etcd that is set up by the page's commands, in a directory of its own."""
 
     def __init__(self, directory: Path) -> None:
@@ -65,8 +65,8 @@ class Guarded:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    made = Guarded(tmp_path_factory.mktemp("guarded"))
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredCluster]:
+    made = SecuredCluster(tmp_path_factory.mktemp("secured"))
     peers = f"--listen-peer-urls={made.peers} --initial-advertise-peer-urls={made.peers}"
     argv = ["bash", "-c", f"exec {made.etcd.rstrip()} {peers} --initial-cluster=default={made.peers}"]
     with (made.directory / "etcd.out").open("wb") as out:
@@ -80,35 +80,35 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         etcd.wait()
 
 
-def test_a_job_trains_with_its_certificate(guarded: Guarded) -> None:
-    assert "trained" in guarded.run(guarded.job).stdout
+def test_a_job_trains_with_its_certificate(secured: SecuredCluster) -> None:
+    assert "trained" in secured.run(secured.job).stdout
 
 
-def test_another_jobs_keys_are_not_for_this_certificate(guarded: Guarded) -> None:
-    done = guarded.run(guarded.job.replace("--job_id=resnet", "--job_id=another"), may_fail=True)
+def test_another_jobs_keys_are_not_for_this_certificate(secured: SecuredCluster) -> None:
+    done = secured.run(secured.job.replace("--job_id=resnet", "--job_id=another"), may_fail=True)
     assert done.returncode == 2
     assert "/elastic-agent/another/" in done.stderr
     assert "trained" not in done.stdout
 
 
-def test_who_has_no_certificate_is_told_so(guarded: Guarded) -> None:
-    job = guarded.job.replace("--etcd_cert=resnet.crt --etcd_key=resnet.key", "--store_timeout=2")
-    done = guarded.run(job, may_fail=True)
+def test_a_client_without_a_certificate_gets_an_error_that_says_so(secured: SecuredCluster) -> None:
+    job = secured.job.replace("--etcd_cert=resnet.crt --etcd_key=resnet.key", "--store_timeout=2")
+    done = secured.run(job, may_fail=True)
     assert done.returncode == 69
     assert "--etcd_cert is missing" in done.stderr
     assert "trained" not in done.stdout
 
 
-def test_who_does_not_speak_tls_is_told_so(guarded: Guarded) -> None:
-    job = re.sub(r"--etcd_\w+=\S+", "", guarded.job.replace("https://", "http://"))
-    done = guarded.run(job.replace("--np=1", "--np=1 --store_timeout=2"), may_fail=True)
+def test_a_client_without_tls_gets_an_error_that_says_so(secured: SecuredCluster) -> None:
+    job = re.sub(r"--etcd_\w+=\S+", "", secured.job.replace("https://", "http://"))
+    done = secured.run(job.replace("--np=1", "--np=1 --store_timeout=2"), may_fail=True)
     assert done.returncode == 69
     assert "https://" in done.stderr
     assert "trained" not in done.stdout
 
 
-def test_no_key_is_readable_without_a_certificate(guarded: Guarded) -> None:
-    as_nobody = guarded.as_root.replace("--cert=root.crt --key=root.key", "--command-timeout=2s")
-    done = guarded.run(f"{as_nobody}as_root get --prefix /", may_fail=True)
+def test_no_key_is_readable_without_a_certificate(secured: SecuredCluster) -> None:
+    as_nobody = secured.as_root.replace("--cert=root.crt --key=root.key", "--command-timeout=2s")
+    done = secured.run(f"{as_nobody}as_root get --prefix /", may_fail=True)
     assert done.returncode != 0
     assert "resnet" not in done.stdout

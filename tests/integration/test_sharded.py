@@ -102,7 +102,7 @@ if how != "look":
         state._saver.messages.propose("shards/1/0/1", str(state._directory.with_name("elsewhere")))
     state.commit()
     FileSystemWriter.write_data, how = write, ""
-    dist.barrier()  # the others have heard by now that it was not saved
+    dist.barrier()  # the others know by now that it was not saved
     state.save()
 print("weights", state.step, weights(), flush=True)
 """
@@ -139,8 +139,8 @@ for save in (state.save, state.save, lambda: state._saver.save_for_handoff(7) or
 """
 
 
-def test_what_was_not_saved_and_cannot_be_saved_again_is_told_each_time(tmp_path: Path) -> None:
-    """Rank 0 could not write what is common; the others have written their shards, and do not hear of it."""
+def test_state_that_was_not_saved_and_cannot_be_is_reported_each_time(tmp_path: Path) -> None:
+    """Rank 0 could not write what is common; the others have written their shards, and are not notified."""
     results = run(TOLD, tmp_path, world=2, group=1)
     assert [code for code, _ in results] == [0, 0], results
     assert [line for line in results[0][1] if "NOT saved" not in line] == ["No space left on device"] * 3

@@ -45,7 +45,7 @@ agent = socket.socket(fileno=int(os.environ[contract.CHANNEL_FD]))
 seq = 0
 def say(**message):
     agent.send(json.dumps(message).encode())
-def hear():
+def receive():
     answer, fds, _, _ = socket.recv_fds(agent, contract.MESSAGE_BYTES, contract.MAX_DESCRIPTORS)
     return json.loads(answer), fds
 def snap(step):
@@ -61,11 +61,11 @@ def snap(step):
         memory[at:at + len(common + part)] = common + part
         page.empty_slot(memory, seq % 2)
         page.fill_slot(memory, seq % 2, page.Slot(seq, step, 3, at, len(common), 1, at + len(common), len(part), 2))
-    say(snapped={"step": step})
+    say(snapshot={"step": step})
 def read_memory():
-    say(ask="resume")
-    answer, fds = hear()
-    for piece, fd in zip(answer["resume"]["memory"], fds, strict=True):
+    say(ask="restore_point")
+    answer, fds = receive()
+    for piece, fd in zip(answer["restore_point"]["memory"], fds, strict=True):
         print(piece["kind"], piece["rank"], piece["world_size"], os.pread(fd, piece["bytes"], piece["at"]), flush=True)
     print("read", len(fds), flush=True)
 """
@@ -78,7 +78,7 @@ class Bench:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
         self.handed: list[SnapshotPart] = []
-        self.stood: queue.Queue[RanksQuiesced] = queue.Queue()
+        self.quiesced: queue.Queue[RanksQuiesced] = queue.Queue()
         self.arrivals: list[Callable[[], None]] = []
         """Functions to call once the neighbours have stored the parts."""
         self.workers = WorkerGroup(self._post, replicate=self.handed.append, after_replication=self.arrivals.append)
@@ -87,7 +87,7 @@ class Bench:
         if not isinstance(event, RestorePointAsked | RanksQuiesced):
             self.events.put(event)
         if isinstance(event, RanksQuiesced):
-            self.stood.put(event)
+            self.quiesced.put(event)
 
     def start(self, code: str, *, group: int = 1, ranks: int = 2, source: PieceSource | None = SOURCE) -> None:
         self.workers.start(Launch(group, tuple(self._command(rank, code, source) for rank in range(ranks)), source))
@@ -217,11 +217,13 @@ def test_only_the_restored_snapshot_is_offered(bench: Bench) -> None:
 def test_a_piece_that_a_rank_finds_damaged_is_no_longer_held(bench: Bench) -> None:
     """A snapshot that all ranks find damaged is then incomplete, so no further group starts from it."""
     kill_in_training(bench, 5)
-    bench.start("say(ask='resume'); hear(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
+    bench.start("say(ask='restore_point'); receive(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
     bench.workers.send_restore_point(resume(2, copy(1, 5)))
     assert bench.end() == (msgspec.structs.replace(held(1, 5, 0, 1), has_common=False),)
     bench.start(
-        "rank or say(ask='resume'); rank or print([piece['kind'] for piece in hear()[0]['resume']['memory']])", group=3
+        "rank or say(ask='restore_point'); "
+        "rank or print([piece['kind'] for piece in receive()[0]['restore_point']['memory']])",
+        group=3,
     )
     bench.workers.send_restore_point(resume(3, copy(1, 5)))
     bench.end()
@@ -251,7 +253,7 @@ def test_a_snapshot_may_be_reported_while_a_question_is_open(bench: Bench) -> No
         "took_s": 0.1,
         "at": 0.0,
     }
-    bench.start(f"say(publish=json.loads({json.dumps(question)!r}))\nsnap(5)\nprint(hear())", ranks=1)
+    bench.start(f"say(publish=json.loads({json.dumps(question)!r}))\nsnap(5)\nprint(receive())", ranks=1)
     assert isinstance(bench.events.get(timeout=DEADLINE_S), PublishAsked)
     wait_for(lambda: bench.handed != [], f"a part; {bench.text()}", DEADLINE_S)
     bench.workers.send_publish_answer(1, copy(1, 1), None, "no")
@@ -271,18 +273,18 @@ def test_a_rank_that_exits_with_0_leaves_its_snapshots_too(bench: Bench) -> None
     assert bench.end() == (held(1, 5, 0, 1),)
 
 
-STAND = "snap(5 + rank // 2); say(stood={'handoff': 3, 'step': 5 + rank // 2}); time.sleep(1000)"
+STAND = "snap(5 + rank // 2); say(quiesced={'handoff': 3, 'step': 5 + rank // 2}); time.sleep(1000)"
 
 
 def test_quiesced_ranks_are_posted_once_all_are_and_again_when_their_parts_are_replicated(
     bench: Bench,
 ) -> None:
     bench.start(STAND)
-    assert bench.stood.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 5, is_shared=False)
+    assert bench.quiesced.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 5, is_shared=False)
     wait_for(lambda: bench.arrivals, "the parts are handed over")
-    assert bench.stood.empty()
+    assert bench.quiesced.empty()
     bench.arrivals[0]()
-    assert bench.stood.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 5, is_shared=True)
+    assert bench.quiesced.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 5, is_shared=True)
 
 
 @pytest.mark.parametrize("word", ["{'handoff': 3, 'step': 5}", "{'handoff': 4, 'step': 5}"])
@@ -290,14 +292,15 @@ def test_ranks_quiesced_at_other_steps_or_handoffs_are_not_posted(bench: Bench, 
     """The third rank is at another step, or is quiesced for another handoff."""
     last = word if "4" in word else "{'handoff': 3, 'step': 6}"
     bench.start(
-        f"snap(5); say(stood={last} if rank == 2 else {{'handoff': 3, 'step': 5}}); say(snapped={{'step': 9}})", ranks=3
+        f"snap(5); say(quiesced={last} if rank == 2 else {{'handoff': 3, 'step': 5}}); say(snapshot={{'step': 9}})",
+        ranks=3,
     )
     bench.end(3)
-    assert bench.stood.empty()
+    assert bench.quiesced.empty()
 
 
 def test_replication_is_not_awaited_without_a_part(bench: Bench) -> None:
     """The step is not that of the snapshot."""
-    bench.start("snap(5); say(stood={'handoff': 3, 'step': 6}); time.sleep(1000)")
-    assert bench.stood.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 6, is_shared=False)
+    bench.start("snap(5); say(quiesced={'handoff': 3, 'step': 6}); time.sleep(1000)")
+    assert bench.quiesced.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 6, is_shared=False)
     assert not bench.arrivals

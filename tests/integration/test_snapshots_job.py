@@ -76,11 +76,11 @@ def wait_for_middle(running: Job, group: int) -> None:
             and len(steps_of(running, group)) > SAVE_EVERY
         )
 
-    wait_for(is_there, PATIENCE_S, f"the middle of group {group}; {running.story()}")
+    wait_for(is_there, PATIENCE_S, f"the middle of group {group}; {running.log_text()}")
 
 
 def lost_steps(running: Job, group: int) -> int:
-    """How many steps of the group before this one did again."""
+    """How many steps of the group before this one repeated."""
     return max(steps_of(running, group - 1)) + 1 - min(steps_of(running, group))
 
 
@@ -93,10 +93,10 @@ def test_killed_workers_lose_a_step_at_most_and_change_no_bit(job: Make, referen
         wait_for_middle(running, group)
         running.nodes[victim].kill_worker()
         running.wait_for_step(1, after_group=group)
-        assert lost_steps(running, group + 1) <= 1, running.story()
+        assert lost_steps(running, group + 1) <= 1, running.log_text()
     running.finish()
     assert_identical(running.weights, reference(running.epochs))
-    assert "from memory" in running.story()
+    assert "from memory" in running.log_text()
     newest = committed(running)
     assert newest is not None
     assert (newest.copy.group, newest.copy.step) == (3, running.steps), "the fence lets the last group's saves through"
@@ -117,7 +117,7 @@ def test_a_lost_node_loses_a_step_at_most_and_its_successor_is_given_the_copy(jo
     wait_for_middle(running, 1)
     running.nodes["a"].kill()  # rank 0
     running.wait_for_step(1, after_group=1, world=2)
-    assert lost_steps(running, 2) <= 1, running.story()
+    assert lost_steps(running, 2) <= 1, running.log_text()
     running.finish()
     assert_identical(running.weights, reference(running.epochs))
 
@@ -136,7 +136,7 @@ def test_all_nodes_lost_begin_from_the_last_checkpoint_of_a_group_that_began_fro
     wait_for(
         lambda: (saved := committed(running)) is not None and saved.copy.group == 2,
         PATIENCE_S,
-        f"a checkpoint of group 2; {running.story()}",
+        f"a checkpoint of group 2; {running.log_text()}",
     )
     for name in ("a", "b"):
         running.nodes[name].kill()
@@ -162,9 +162,9 @@ def test_a_copy_beside_the_history_does_not_win_though_it_is_further(job: Make) 
     wait_for(lambda: len(running.status()["nodes"]) == 2, PATIENCE_S, "the spare")
     os.kill(running.nodes["a"].process.pid, signal.SIGSTOP)
     group = running.wait_for_step(1, after_group=1)
-    wait_for(lambda: len(steps_of(running, group)) > 2 * SAVE_EVERY, PATIENCE_S, f"more steps; {running.story()}")
+    wait_for(lambda: len(steps_of(running, group)) > 2 * SAVE_EVERY, PATIENCE_S, f"more steps; {running.log_text()}")
     os.kill(running.nodes["a"].process.pid, signal.SIGCONT)
-    wait_for(lambda: len(running.status()["nodes"]) == 2, PATIENCE_S, f"the stopped one again; {running.story()}")
+    wait_for(lambda: len(running.status()["nodes"]) == 2, PATIENCE_S, f"the stopped one again; {running.log_text()}")
     running.nodes["b"].kill()
     aside, ours = max(steps_of(running, 1)), max(steps_of(running, group))
     assert aside > ours, "else this shows nothing"
@@ -175,7 +175,7 @@ def test_a_copy_beside_the_history_does_not_win_though_it_is_further(job: Make) 
     (told,) = look(running).inventories
     # The last step of all may have no snapshot yet.
     assert max(held.copy.step for held in told.copies if held.copy.group == 1 and held.has_common) >= aside - 1
-    assert min(steps_of(running, last)) == saved.copy.step + 1, running.story()
+    assert min(steps_of(running, last)) == saved.copy.step + 1, running.log_text()
 
 
 HOOK_ON_RANK_0 = """

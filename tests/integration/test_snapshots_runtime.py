@@ -115,7 +115,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Memories:
     ranks = run(tmp_path_factory.mktemp("killed"), 1, [FakeAgent(), FakeAgent()], killed_after=KILLED_AFTER)
     assert ranks.codes == [1, 1], ranks.outputs
     assert all(KILLED_AFTER in {slot.step for slot in read_slots(memory)} for memory in ranks.memories.values())
-    assert [agent.snapped for agent in ranks.agents] == [list(range(1, KILLED_AFTER + 1))] * 2
+    assert [agent.snapshots for agent in ranks.agents] == [list(range(1, KILLED_AFTER + 1))] * 2
     return ranks.memories
 
 
@@ -179,8 +179,8 @@ def test_where_one_rank_can_take_none_the_others_soon_take_none_either(tmp_path:
     ranks = run(tmp_path, 1, both, limit={1: 1000})
     assert ranks.codes == [0, 0], ranks.outputs
     assert "no snapshots in memory: they would take" in ranks.outputs[1]
-    assert both[0].snapped in ([1], [1, 2, 3, 4]), "no more than before the first settlement"
-    assert both[1].snapped == []
+    assert both[0].snapshots in ([1], [1, 2, 3, 4]), "no more than before the first settlement"
+    assert both[1].snapshots == []
 
 
 def test_a_rank_0_that_cannot_say_how_to_go_on_ends_and_so_do_the_others(tmp_path: Path) -> None:
@@ -191,12 +191,12 @@ def test_a_rank_0_that_cannot_say_how_to_go_on_ends_and_so_do_the_others(tmp_pat
 
 
 @pytest.mark.long("test_a_rank_0_that_cannot_say_how_to_go_on_ends_and_so_do_the_others")
-def test_another_rank_that_cannot_hear_how_to_go_on_ends_where_the_others_do_go_on(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_receive_the_outcome_ends_while_the_others_continue(tmp_path: Path) -> None:
     """It has no snapshots of its part any more, which a next group needs."""
     ranks = run(tmp_path / "on", 1, [FakeAgent(), FakeAgent()], cut_after=2, cut_rank=1)
     assert ranks.codes == [1, 1]
     assert "DistNetworkError" in ranks.outputs[1]
-    assert [agent.snapped for agent in ranks.agents] == [[1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    assert [agent.snapshots for agent in ranks.agents] == [[1, 2, 3, 4, 5], [1, 2, 3, 4]]
     last = run(tmp_path / "last", 1, [FakeAgent(), FakeAgent()], cut_after=2, cut_rank=1, killed_after=4)
     assert "Traceback" not in last.outputs[1], "this may have been rank 0's end after its last step"
 
@@ -215,7 +215,7 @@ def test_another_world_size_has_the_statistics_of_rank_0(tmp_path: Path, killed:
     assert ranks.codes == [0], ranks.outputs
 
 
-def test_what_nobody_holds_is_told_and_ends_the_group(tmp_path: Path, killed: Memories) -> None:
+def test_a_snapshot_that_no_node_has_is_reported_and_ends_the_group(tmp_path: Path, killed: Memories) -> None:
     first, second = FakeAgent(), FakeAgent()
     first.hold(KILLED_AFTER, {0: damaged(killed[0])})
     second.hold(KILLED_AFTER, {1: damaged(killed[1])})

@@ -106,7 +106,7 @@ class Bench:
         shown: dict[str, object] = json.loads(self.log(number).read_text().splitlines()[-1])
         return shown
 
-    def wait_told(self, text: str) -> StandbyChanged:
+    def wait_reported(self, text: str) -> StandbyChanged:
         wait_for(lambda: any(text in told.summary for told in self.told), f"{text!r}; there is {self.told}", DEADLINE_S)
         return next(told for told in reversed(self.told) if text in told.summary)
 
@@ -348,7 +348,7 @@ def test_a_failed_standby_is_replaced_until_three_have_failed(make: Callable[...
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda pid=pid: has_ended(pid), "its end")  # type: ignore[misc]
             wait_for(lambda pid=pid: pid_of(slot) != pid, "its end is seen")  # type: ignore[misc]
-        bench.wait_told("none: 3 failed in a row")
+        bench.wait_reported("none: 3 failed in a row")
     assert len(said) == 1
     assert bench.run(1)["decimal"] is False
 
@@ -413,7 +413,7 @@ def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monke
     assert told == [StandbyChanged("none: memory is short (400 MB free, 1.3 GB wanted)", is_warming=False)]
     monkeypatch.setattr(standbys, "free_memory", lambda: 1 << 40)
     pid = bench.standby()
-    assert "1 of 1 warm, " in bench.wait_told("warm, ").summary
+    assert "1 of 1 warm, " in bench.wait_reported("warm, ").summary
     assert bench.run(1)["pid"] == pid
 
 
@@ -451,7 +451,7 @@ def test_a_warm_standby_stays_until_its_successor_is_warm(make: Callable[..., Be
     first = bench.standby()
     teach(bench, "gated")
     second = successor(bench)
-    bench.wait_told("; successors warming up")
+    bench.wait_reported("; successors warming up")
     assert bench.standby() == first
     assert not has_ended(first)
     gate.write_text("")
@@ -510,7 +510,7 @@ def test_a_standby_that_is_never_warm_is_ended_and_counts_as_failed(
     monkeypatch.setattr(standbys, "DEFAULT_MODULES", ("gated",))
     monkeypatch.setattr(standbys, "_WARM_TIMEOUT_S", 0.3)
     bench = make()
-    told = bench.wait_told("failed in a row")
+    told = bench.wait_reported("failed in a row")
     assert told.summary == "none: 3 failed in a row (it was not warm within 0.3 s)"
 
 
@@ -523,7 +523,7 @@ def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
     first = bench.standby()
     monkeypatch.setattr(standbys, "free_memory", lambda: 1_000_000)
     teach(bench, "gated")
-    told = bench.wait_told("memory").summary
+    told = bench.wait_reported("memory").summary
     assert told.startswith("1 of 1 warm, ")
     assert "; for better ones memory is short (1 MB free, " in told
     assert bench.standby() == first
@@ -547,7 +547,7 @@ def test_nobody_waits_without_end_for_the_first_ones(
 
 def test_preparing_ends_once_the_first_standbys_are_warm(make: Callable[..., Bench]) -> None:
     bench = make(ranks=2)
-    assert not bench.wait_told("2 of 2 warm, ").is_warming
+    assert not bench.wait_reported("2 of 2 warm, ").is_warming
     assert bench.told[0] == StandbyChanged("warming up", is_warming=True)
     assert all(told.is_warming for told in bench.told[:-1])
 
@@ -589,7 +589,7 @@ def test_a_standby_that_closes_its_socket_is_killed(
     bench = make(
         "from pathlib import Path; Path(__file__).with_name('unasked').touch()",
     )
-    bench.wait_told("none: 3 failed in a row")
+    bench.wait_reported("none: 3 failed in a row")
     assert not (tmp_path / "unasked").exists()
 
 

@@ -221,7 +221,7 @@ def test_children_know_nothing_of_it(lab: Lab, method: str) -> None:
     assert "neighbour" not in run_cold([lab.python, "train.py"], lab.env, lab.home).imports.modules
 
 
-def test_what_a_module_says_while_it_is_imported_is_in_the_output(lab: Lab) -> None:
+def test_what_a_module_prints_while_it_is_imported_is_in_the_output(lab: Lab) -> None:
     lab.write("train.py", "import loud\nprint('begun')\n")
     assert _same(lab, "train.py", modules=("loud",)).out == "loaded\nbegun\n"
 
@@ -232,7 +232,7 @@ def test_a_module_beside_the_script_is_read_after_go(lab: Lab) -> None:
     lab.write("train.py", "import helper, tiny\nprint(helper.TEXT)\n")
     learnt = run_cold([lab.python, "train.py"], lab.env, lab.home)
     waiting = lab.standby(*learnt.imports.modules, "helper", elsewhere=list(learnt.imports.elsewhere))
-    warm = waiting.hear()["warm"]
+    warm = waiting.receive()["warm"]
     lab.write("helper.py", "TEXT = 'newer'\n")
     lab.write("train.py", "import helper, tiny\nprint(helper.TEXT, 'too')\n")
     waiting.go()
@@ -249,7 +249,7 @@ def test_a_package_that_keeps_its_rank_behaves_as_in_a_cold_start(lab: Lab) -> N
     assert {"tiny", "tiny.late", "by_rank", "leads_to_rank"} <= {*learnt.imports.modules}
 
     tainted = lab.standby(*learnt.imports.modules)
-    named = tainted.hear_tainted()
+    named = tainted.receive_tainted()
     ended = tainted.end()
     assert named == ["by_rank", "leads_to_rank"]
     assert (ended.code, ended.out) == (0, "")
@@ -258,18 +258,18 @@ def test_a_package_that_keeps_its_rank_behaves_as_in_a_cold_start(lab: Lab) -> N
     assert _same(lab, "train.py", modules=rest).out == f"{RANK['RANK']}\nloaded\n"
 
 
-def test_who_lists_the_environment_has_read_it(lab: Lab) -> None:
+def test_a_module_that_lists_the_environment_has_read_it(lab: Lab) -> None:
     """But for code that is known to keep nothing of it."""
     lab.write("train.py", "")
     waiting = lab.standby("uuid", "ctypes.util", "by_listing")
-    assert waiting.hear_tainted() == ["by_listing"]
+    assert waiting.receive_tainted() == ["by_listing"]
 
 
 @pytest.mark.parametrize(("name", "reason"), [("broken", "RuntimeError: broken here"), ("ends_all", "SystemExit: 5")])
 def test_a_module_that_breaks_is_left_out(lab: Lab, name: str, reason: str) -> None:
     lab.write("train.py", f"import tiny\nprint('begun')\nimport {name}\n")
     waiting = lab.standby(name, "tiny", "no_such_module")
-    left_out = waiting.hear()["warm"]["left_out"]
+    left_out = waiting.receive()["warm"]["left_out"]
     waiting.go()
 
     assert left_out == {name: reason, "no_such_module": "ModuleNotFoundError: No module named 'no_such_module'"}
@@ -299,9 +299,9 @@ def test_a_name_that_the_script_has_itself_is_not_imported_ahead(lab: Lab) -> No
     lab.write("neighbour.py", "WHERE = 'script'\n")
     lab.write("train.py", "import uses_neighbour\nprint(uses_neighbour.WHERE)\n")
     waiting = lab.standby("uses_neighbour")
-    assert waiting.hear_tainted() == ["uses_neighbour"]
+    assert waiting.receive_tainted() == ["uses_neighbour"]
     waiting = lab.standby("neighbour")
-    assert "neighbour" in waiting.hear()["warm"]["left_out"]
+    assert "neighbour" in waiting.receive()["warm"]["left_out"]
     waiting.go()
     assert waiting.end().out == "script\n"
 
@@ -312,17 +312,17 @@ def test_an_installed_package_that_is_run_by_its_name_is_imported_ahead(lab: Lab
     learnt = run_cold([lab.python, *run], lab.env, lab.home).imports
     assert {"runnable", "runnable.nn"} <= {*learnt.modules}
     waiting = lab.standby(*learnt.modules, command=run)
-    assert waiting.hear()["warm"]["left_out"] == {}
+    assert waiting.receive()["warm"]["left_out"] == {}
     waiting.go()
     assert waiting.end() == run_plain([lab.python, *run], lab.env, lab.home)
-    assert lab.standby("runnable.nn", "runnable.leads", command=run).hear_tainted() == ["runnable.leads"]
+    assert lab.standby("runnable.nn", "runnable.leads", command=run).receive_tainted() == ["runnable.leads"]
 
 
 def test_a_name_that_comes_to_be_shadowed_begins_anew(lab: Lab) -> None:
     """What was imported ahead is another module than the script would get now: it starts as a cold one."""
     lab.write("train.py", "import uses_neighbour, sys\nprint(uses_neighbour.WHERE, sys.argv, sys.path)\n")
     waiting = lab.standby("uses_neighbour", command=("train.py", "x"))
-    assert "warm" in waiting.hear()
+    assert "warm" in waiting.receive()
     lab.write("neighbour.py", "WHERE = 'script'\n")
     waiting.go()
 
@@ -337,7 +337,7 @@ def test_a_package_from_a_path_of_the_scripts_own_is_not_imported_ahead(lab: Lab
     assert (learnt.elsewhere, "uses_neighbour" in learnt.modules) == (("neighbour",), True)
 
     waiting = lab.standby(*learnt.modules, elsewhere=list(learnt.elsewhere))
-    assert waiting.hear_tainted() == ["uses_neighbour"]
+    assert waiting.receive_tainted() == ["uses_neighbour"]
 
 
 def test_a_variable_that_the_script_sets_before_an_import_counts(lab: Lab) -> None:
@@ -350,8 +350,8 @@ def test_a_variable_that_the_script_sets_before_an_import_counts(lab: Lab) -> No
     by_text = lab.standby(*learnt.imports.modules)
     by_record = lab.standby(*learnt.imports.modules, command=("other.py",), variables=list(learnt.imports.variables))
     by_neither = lab.standby(*learnt.imports.modules, command=("other.py",))
-    assert by_text.hear_tainted() == by_record.hear_tainted() == ["by_mode"]
-    assert "warm" in by_neither.hear()
+    assert by_text.receive_tainted() == by_record.receive_tainted() == ["by_mode"]
+    assert "warm" in by_neither.receive()
 
 
 def test_what_a_module_does_to_the_environment_stays(lab: Lab) -> None:
@@ -359,7 +359,7 @@ def test_what_a_module_does_to_the_environment_stays(lab: Lab) -> None:
     lab.write("train.py", "import sets_one, os, subprocess\nprint(sorted(os.environ))\nsubprocess.run(['env'])\n")
     learnt = run_cold([lab.python, "train.py"], lab.env, lab.home).imports
     waiting = lab.standby("sets_one", variables=["SET_BY_LIBRARY", "TAKEN_AWAY"])
-    waiting.hear()
+    waiting.receive()
     waiting.go()
     ended = waiting.end()
 
@@ -380,7 +380,7 @@ def test_only_what_was_loaded_is_recorded(lab: Lab) -> None:
 def test_a_standby_whose_agent_is_gone_ends_without_its_script(lab: Lab) -> None:
     lab.write("train.py", "print('begun')\n")
     waiting = lab.standby("tiny")
-    waiting.hear()
+    waiting.receive()
     waiting.leave()
     ended = waiting.end()
     assert (ended.code, ended.out, ended.err) == (0, "", "")
@@ -389,7 +389,7 @@ def test_a_standby_whose_agent_is_gone_ends_without_its_script(lab: Lab) -> None
 def test_an_error_in_the_hook_never_runs_the_script_of_a_standby(lab: Lab) -> None:
     lab.write("train.py", "print('begun')\n")
     waiting = lab.standby("tiny")
-    waiting.hear()
+    waiting.receive()
     waiting.spoil()
     ended = waiting.end()
     assert (ended.code, ended.out) == (1, "")
@@ -423,7 +423,7 @@ def test_what_opens_the_store_looks_like_torchs_own(lab: Lab) -> None:
     assert _same(lab, "train.py", modules=("torch.distributed.rendezvous",)).code == 0
 
 
-def test_the_torch_that_is_installed_knocks(tmp_path: Path) -> None:
+def test_the_installed_torch_waits_for_the_master(tmp_path: Path) -> None:
     """Whether it was imported ahead or by the script."""
     (tmp_path / "train.py").write_text(
         "import inspect\nfrom torch.distributed.rendezvous import _create_c10d_store as create\n"
@@ -481,7 +481,7 @@ if __name__ == "__main__":
         [sys.executable, "train.py"], env, tmp_path, modules=["trainer_runtime.agent_channel", *DEFAULT_MODULES]
     )
     try:
-        assert "warm" in waiting.hear()
+        assert "warm" in waiting.receive()
         waiting.go(TOLD_AT=repr(boot_time()))
         warm = waiting.end()
     finally:

@@ -44,7 +44,7 @@ def test_fifty_starts_of_four_agents_agree_on_every_rank(etcd: EmbeddedEtcd, tmp
     store.close()
 
 
-def test_nodes_that_do_not_run_the_same_are_told_of(job: Callable[..., Job]) -> None:
+def test_nodes_with_different_software_are_reported(job: Callable[..., Job]) -> None:
     """By whichever of them leads; they train all the same."""
     running = job()
     for name in "ab":
@@ -53,4 +53,4 @@ def test_nodes_that_do_not_run_the_same_are_told_of(job: Callable[..., Job]) -> 
         script.write_text(f"import time; time.sleep(1.0)  # as {name} has it")
         running.start(name, "2", [str(script)])
     running.finish()
-    assert running.story().count("runs other software: its script, or a module beside it") == 1
+    assert running.log_text().count("runs other software: its script, or a module beside it") == 1

@@ -48,7 +48,7 @@ class Served(Job):
         self.join("b", "1:3", "--events=events.jsonl", "--http=0", f"--http_token_file={self.directory}/token")
         self.wait_for_step(5, world=2)
         self.known = json.loads(self.ask("page", "--json"))
-        wait_for(self.ready, PATIENCE_S, f"the page; {self.story()}")
+        wait_for(self.ready, PATIENCE_S, f"the page; {self.log_text()}")
 
     @property
     def token(self) -> str:
@@ -186,7 +186,7 @@ def test_the_page_lives_on_when_its_process_is_killed_and_nothing_else_notices(s
     assert served.status()["group"] == group
 
 
-def test_who_has_no_token_is_asked_for_it_and_told_when_it_is_wrong(browser: Any, served: Served) -> None:  # noqa: ANN401
+def test_a_browser_without_a_token_is_asked_for_it_and_a_wrong_one_is_reported(browser: Any, served: Served) -> None:  # noqa: ANN401
     with Visit(browser, served.url) as visit:
         page = visit.page
         page.wait_for_selector("#entry:not([hidden])")
@@ -241,7 +241,7 @@ def test_a_stranger_reads_nothing_and_changes_nothing(served: Served) -> None:
 
 
 @pytest.mark.long("unit/test_web_access.py")
-def test_who_guesses_a_chosen_token_is_told_to_wait_and_the_right_one_is_let_in(served: Served) -> None:
+def test_guesses_of_a_chosen_token_are_slowed_down_and_the_right_one_is_accepted(served: Served) -> None:
     def ask(token: str, whence: str) -> int:
         return served.ask_page("GET", "/session", None, {"Authorization": f"Bearer {token}"}, whence, "b")[0]
 
@@ -252,7 +252,7 @@ def test_who_guesses_a_chosen_token_is_told_to_wait_and_the_right_one_is_let_in(
     assert ask(served.token, "127.0.0.4") == 401, "the job's own does not count there"
 
 
-def test_nobody_can_bar_others_from_a_page_whose_token_nobody_chose(served: Served) -> None:
+def test_wrong_guesses_do_not_lock_others_out_of_a_page_with_a_derived_token(served: Served) -> None:
     def ask(token: str) -> int:
         return served.ask_page("GET", "/session", None, {"Authorization": f"Bearer {token}"})[0]
 
@@ -306,7 +306,7 @@ def test_credentials_are_nowhere_to_be_seen(served: Served) -> None:
     """Neither in a process's arguments or environment, nor in logs, in the status, or in what the page sends."""
     spec = json.loads(etcd_value(served, "spec"))
     hidden = (served.token, OWN_TOKEN, spec["secret"])
-    shown = [served.story(), served.ask("status", "--json"), (served.directory / "events.jsonl").read_text()]
+    shown = [served.log_text(), served.ask("status", "--json"), (served.directory / "events.jsonl").read_text()]
     shown += [path.read_text(errors="replace") for path in served.directory.glob("log/**/*.log")]
     shown.append(served.get("/metrics", Authorization=f"Bearer {served.token}")[1])
     for node in served.nodes.values():
@@ -329,7 +329,7 @@ def test_events_agree_with_the_records(served: Served) -> None:
         told = [line["incident"] for line in lines() if line["event"] == "incident"]
         return told == served.history()
 
-    wait_for(agrees, PATIENCE_S, f"all incidents; {served.story()}")
+    wait_for(agrees, PATIENCE_S, f"all incidents; {served.log_text()}")
     assert {line["event"] for line in lines()} >= {"np", "node joined", "group", "checkpoint"}
     assert all(line["job_id"] == served.job_id for line in lines())
 
@@ -377,7 +377,7 @@ def test_what_strangers_send_does_not_fill_the_log(served: Served) -> None:
     assert len(served.nodes["a"].text()) - before < 1000
 
 
-def test_the_probes_tell_of_an_agent_that_hangs(served: Served) -> None:
+def test_the_probes_report_an_agent_that_hangs(served: Served) -> None:
     """The node is removed from the group; the probe reports the hang for as long as it lasts."""
     assert served.get("/healthz")[0] == 200
     host, port = urlsplit(served.url_of("b")).netloc.split(":")

@@ -16,13 +16,13 @@ from integration.conftest import PATIENCE_S, open_store
 from nodes import TIMING
 from records import BEGAN_AT, RESTART, Run, ended
 
+from agent import node_facts
 from agent.core.incident import Incident
 from agent.core.model import Group, Identity, Leader, Node, Record, Spec
 from agent.links.pool import LinkPool
 from agent.links.queries import LiveRank, LiveRanks
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
-from agent.runtime import node_facts
 from agent.store.access import ANONYMOUS
 from agent.store.api import Put
 from agent.store.keys import JobKeys, encode
@@ -128,7 +128,7 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
         for key, record in records:
             store.transact([], [Put(key, encode(record))])
         listener = stack.enter_context(listen("127.0.0.1", 0))
-        orders = StartMessage(
+        message = StartMessage(
             listener=listener.fileno(),
             events=None,
             since=0.0,
@@ -142,7 +142,7 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
         argv = [sys.executable, "-m", "agent.web"]
         process = stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),)))
         stack.callback(process.kill)
-        process.stdin.write(as_line(orders))
+        process.stdin.write(as_line(message))
         process.stdin.flush()
         yield f"{url(listener, '')}/#token={token_of(SECRET)}"
 

@@ -83,16 +83,16 @@ def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tm
                 counted = sum(query("max by (cause) (elastic_agent_incidents_total)").values())
                 return is_over and len(newest) > more and counted == len(newest) - 1 and group() == newest[-1]["group"]
 
-            wait_for(lambda: group() == 1, PATIENCE_S, f"the first scrape; {job.story()}")
+            wait_for(lambda: group() == 1, PATIENCE_S, f"the first scrape; {job.log_text()}")
             job.nodes["b"].kill_worker()
-            wait_for(lambda: scraped(1), PATIENCE_S, f"the failure to be counted; {job.story()}")
+            wait_for(lambda: scraped(1), PATIENCE_S, f"the failure to be counted; {job.log_text()}")
             job.nodes["b"].kill()
-            wait_for(lambda: scraped(2), PATIENCE_S, f"the loss to be counted; {job.story()}")
+            wait_for(lambda: scraped(2), PATIENCE_S, f"the loss to be counted; {job.log_text()}")
             told = [each for each in job.history() if each["cause"] != "start"]
             for cause, number in query("max by (cause) (elastic_agent_incidents_total)").items():
                 assert number == sum(each["cause"] == cause for each in told)
             lost = query("sum by (phase) (elastic_agent_phase_seconds_sum)")
             for phase in ("detect", "stop", "first_step"):
                 assert lost[phase] == pytest.approx(sum(each["phases"][f"{phase}_s"] or 0.0 for each in told))
-            redone = query("max(elastic_agent_replayed_steps_total)")[""]
-            assert redone == sum(each["replayed_steps"] for each in told)
+            replayed = query("max(elastic_agent_replayed_steps_total)")[""]
+            assert replayed == sum(each["replayed_steps"] for each in told)

@@ -207,10 +207,10 @@ def test_a_publish_request_is_posted_and_its_answer_goes_to_the_rank_that_asked(
 
 
 GARBAGE = """
-for packet in (b"hello", b"\\xff", b"[]", b"{}", b'{"ask": "money"}', b'{"ask": "resume", "more": 1}',
+for packet in (b"hello", b"\\xff", b"[]", b"{}", b'{"ask": "money"}', b'{"ask": "restore_point", "more": 1}',
                b'{"ask": "leave", "unreadable": "twice"}', b'{"unreadable": 7}',
                b'{"publish": {"copy": {"run": "us", "group": 1, "step": "10"}}}',
-               b'{"ask": "resume"}' + b" " * contract.MESSAGE_BYTES):
+               b'{"ask": "restore_point"}' + b" " * contract.MESSAGE_BYTES):
     ours._sock.send(packet)
 """
 
@@ -228,7 +228,7 @@ def test_invalid_messages_are_logged_and_ignored(bench: Bench) -> None:
 
 FLOOD = """
 while rank == 0:
-    ours._sock.send(b'{"ask": "resume"}')
+    ours._sock.send(b'{"ask": "restore_point"}')
 """
 
 
@@ -245,7 +245,7 @@ def test_a_worker_that_floods_the_channel_blocks_no_other(bench: Bench) -> None:
 UNREADABLE = """
 if rank == 1:
     for _ in range(4):
-        ours._sock.send(b'{"ask": "resume"}')
+        ours._sock.send(b'{"ask": "restore_point"}')
     ours.report_unreadable("cannot read\\n/x/y:  No such file" + 2000 * "!")
     sys.exit(1)
 """
@@ -314,7 +314,7 @@ page = contract.ControlPage(int(os.environ[contract.CONTROL_FD]))
 def stand(number):
     while page.handoff < number:
         time.sleep(0.005)
-    page.stopped = number
+    page.quiesced = number
 def leave():
     note("told to leave", ours.ask_leave(30))
     sys.exit(contract.EXIT_RESTART)
@@ -328,7 +328,7 @@ def ends(bench: Bench, ranks: int = 1) -> list[tuple[int | None, int | None]]:
     return [(event.exit_code, event.signal) for event in bench.exits(ranks)]
 
 
-def test_a_quiesced_rank_that_asks_is_told_to_leave_when_its_group_is_over(bench: Bench) -> None:
+def test_a_quiesced_rank_that_asks_may_leave_when_its_group_is_over(bench: Bench) -> None:
     bench.start(STAND + "stand(3); leave()", ranks=2)
     bench.workers.request_handoff(1, 3)
     for rank in range(2):
@@ -339,12 +339,12 @@ def test_a_quiesced_rank_that_asks_is_told_to_leave_when_its_group_is_over(bench
     assert "told to leave True" in bench.text()
 
 
-def test_a_quiesced_rank_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> None:
+def test_a_quiesced_rank_may_leave_as_soon_as_it_asks(bench: Bench) -> None:
     """Its group is over while it still saves: no SIGTERM in the middle of a save."""
     os.mkfifo(bench.tmp / "saved")
     bench.start(STAND + "stand(1); wait_for('saved'); leave()")
     bench.workers.request_handoff(1, 1)
-    wait_for(lambda: bench.process().page.stopped == 1, "the stop")
+    wait_for(lambda: bench.process().page.quiesced == 1, "the stop")
     for _ in range(2):
         bench.workers.terminate(1)
     (bench.tmp / "saved").write_text("")
@@ -354,18 +354,18 @@ def test_a_quiesced_rank_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> No
 def test_a_rank_that_trains_on_instead_of_asking_is_terminated(bench: Bench) -> None:
     """Its save failed after it was seen quiesced."""
     os.mkfifo(bench.tmp / "failed")
-    bench.start(STAND + "stand(1); wait_for('failed'); page.stopped = 0; train()")
+    bench.start(STAND + "stand(1); wait_for('failed'); page.quiesced = 0; train()")
     bench.workers.request_handoff(1, 1)
-    wait_for(lambda: bench.process().page.stopped == 1, "the stop")
+    wait_for(lambda: bench.process().page.quiesced == 1, "the stop")
     bench.workers.terminate(1)
     (bench.tmp / "failed").write_text("")
     assert ends(bench) == [TERMINATED]
 
 
-def test_a_rank_that_trains_on_just_when_it_is_told_to_leave_is_terminated(bench: Bench) -> None:
+def test_a_rank_that_continues_just_as_it_is_answered_to_leave_is_terminated(bench: Bench) -> None:
     """It had waited long enough, and does not read the answer."""
     os.mkfifo(bench.tmp / "late")
-    bench.start(STAND + "stand(1); ours._send({'ask': 'leave'}); wait_for('late'); page.stopped = 0; train()")
+    bench.start(STAND + "stand(1); ours._send({'ask': 'leave'}); wait_for('late'); page.quiesced = 0; train()")
     bench.workers.request_handoff(1, 1)
     wait_for(lambda: bench.channel().awaits_leave_answer, "the question")
     bench.workers.terminate(1)
@@ -376,7 +376,7 @@ def test_a_rank_that_trains_on_just_when_it_is_told_to_leave_is_terminated(bench
 
 def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_other(bench: Bench) -> None:
     """Its question has no answer; its control page shows that it trains."""
-    bench.start(STAND + "stand(1); note('left', ours.ask_leave(0.01)); page.stopped = 0; note('trains'); train()")
+    bench.start(STAND + "stand(1); note('left', ours.ask_leave(0.01)); page.quiesced = 0; note('trains'); train()")
     bench.workers.request_handoff(1, 1)
     bench.wait_log("trains")
     bench.workers.terminate(1)
@@ -386,7 +386,7 @@ def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_oth
 
 def test_a_rank_that_trained_on_can_be_handed_off_later(bench: Bench) -> None:
     bench.workers.send_restore_point(resume_at(5))
-    bench.start(STAND + "stand(1); ours.ask_leave(0.01); page.stopped = 0\n" + ASK + "stand(2); leave()")
+    bench.start(STAND + "stand(1); ours.ask_leave(0.01); page.quiesced = 0\n" + ASK + "stand(2); leave()")
     bench.workers.request_handoff(1, 1)
     bench.wait_log("told 5")
     bench.workers.request_handoff(1, 2)
@@ -397,7 +397,7 @@ def test_a_rank_that_trained_on_can_be_handed_off_later(bench: Bench) -> None:
 
 def test_only_ranks_that_are_quiesced_for_the_requested_handoff_get_no_sigterm(bench: Bench) -> None:
     """One trains, one is quiesced for no handoff, one for an earlier handoff, and one for this one."""
-    bench.start(STAND + "page.stopped = rank; note('stands'); leave() if rank == 3 else train()", ranks=4)
+    bench.start(STAND + "page.quiesced = rank; note('stands'); leave() if rank == 3 else train()", ranks=4)
     bench.workers.request_handoff(1, 3)
     for rank in range(4):
         bench.wait_log("stands", rank)

@@ -22,34 +22,34 @@ ROOT = Path(__file__).parents[2]
 _SCENARIOS = ROOT / "tests/simulation/scenarios"
 TESTS = (
     "simulation.test_edges",
-    "unit.test_hearing",
-    "unit.test_membership",
-    "unit.test_local",
+    "unit.test_reachability",
+    "unit.test_planner",
+    "unit.test_local_workers",
     "unit.test_totals",
     "unit.test_explain",
     "unit.test_wording",
-    "unit.test_stalls",
+    "unit.test_hangs",
     "unit.test_roles",
     "unit.test_roles_shards",
     "unit.test_job_store",
 )
 """Test modules of the core, which with the scenarios take every branch of it: `scripts/quick` measures that."""
-_STORIES = "simulation.test_stories"
+_SEEDED = "simulation.test_seeded_scenarios"
 _SEEDS = 1
-"""So many of each story's."""
+"""Number of seeds of each seeded scenario."""
 _CLUSTERS = 6
 _JOBS = 30
-MODULES = ("simulation.scenario", "simulation.random_clusters", "simulation.roles", _STORIES, *TESTS)
+MODULES = ("simulation.scenario", "simulation.random_clusters", "simulation.roles", _SEEDED, *TESTS)
 """All that is imported to play a check."""
 
 
 def checks() -> list[str]:
     """Name all checks."""
     found = [f"scenario {path.stem}" for path in sorted(_SCENARIOS.glob("*.txt"))]
-    for name in (*TESTS, _STORIES):
+    for name in (*TESTS, _SEEDED):
         for function, test in vars(importlib.import_module(name)).items():
             if function.startswith("test_"):
-                calls = _calls(test)[: _SEEDS if name == _STORIES else None]
+                calls = _calls(test)[: _SEEDS if name == _SEEDED else None]
                 found += [f"test {name} {function} {number}" for number in range(len(calls))]
     found += [f"cluster {seed}" for seed in range(_CLUSTERS)]
     return found + [f"{kind} {seed}" for kind in ("roles", "emptied") for seed in range(_JOBS)]
@@ -66,8 +66,8 @@ def play(check: str) -> None:
     match kind:
         case "scenario":
             scenario = importlib.import_module("simulation.scenario")
-            story, expected = scenario.read(_SCENARIOS / f"{words[0]}.txt")
-            assert scenario.play(story) == expected
+            events, expected = scenario.read(_SCENARIOS / f"{words[0]}.txt")
+            assert scenario.play(events) == expected
         case "test":
             name, function, number = words
             _calls(getattr(importlib.import_module(name), function))[int(number)]()

@@ -108,7 +108,7 @@ class Agent:
         self.is_host_dead = False
         """Nobody says that it is gone."""
         self.is_asked_to_stop = False
-        """By a signal, which it may have yet to hear of."""
+        """By a signal, of which it may not be notified yet."""
         self.is_paused = False
         self.is_host_paused = False
         """Its workers too."""

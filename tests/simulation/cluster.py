@@ -109,7 +109,7 @@ class Cluster:
         """Let things happen until this holds; it must, in time."""
         until = self.now + within_s
         while not condition():
-            assert self._queue[0][0] <= until, f"not within {within_s:g} s\n{self.story()}"
+            assert self._queue[0][0] <= until, f"not within {within_s:g} s\n{self.log_text()}"
             self.step()
 
     def _watch_leases(self) -> None:
@@ -331,8 +331,8 @@ class Cluster:
         return self._digest.hexdigest()
 
     def tell(self, line: str) -> None:
-        """Note something for who reads the story of a failure: it is compared with nothing."""
+        """Note something for the reader of a failed test; it is compared with nothing."""
         self.log.append(f"{self.now - 1000.0:7.2f} {line}")
 
-    def story(self) -> str:
+    def log_text(self) -> str:
         return "\n".join([*self.log, f"now {self.now - 1000.0:.2f}, group {self.group}"])

@@ -221,7 +221,7 @@ class Client(MemoryStore):
         return self.fate is not None or (loss > 0.0 and self.cluster.random.random() < loss)
 
     def _lose_answer(self, call: Callable[[], object]) -> None:
-        """The request lands, lands late, or never does; nobody hears which."""
+        """The request lands, lands late, or never does; the caller is not notified which."""
         fate, self.fate = self.fate or self.cluster.random.choice(FATES), None
         if fate == "landed":
             self._land(call)

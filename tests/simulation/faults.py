@@ -159,7 +159,7 @@ class Faults:
             self._cluster.hang(agent, local_rank, self._chance.choice(("sleeps", "runs", "stopped", "disk")))
 
     def _move(self) -> None:
-        """Ranks that stood still go on."""
+        """Quiesced ranks continue training."""
         for agent in self._living:
             agent.ranks.idle.clear()
 
@@ -177,8 +177,13 @@ class Faults:
         agent = self._one()
         if agent is not None:
             cluster, name = self._cluster, agent.name
-            orders = (lambda: cluster.drain(agent), lambda: cluster.exclude(name), cluster.exclude, cluster.restart_job)
-            self._chance.choice(orders)()
+            commands = (
+                lambda: cluster.drain(agent),
+                lambda: cluster.exclude(name),
+                cluster.exclude,
+                cluster.restart_job,
+            )
+            self._chance.choice(commands)()
 
     def _pause(self) -> None:
         agent = self._one()

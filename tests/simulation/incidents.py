@@ -3,7 +3,7 @@
 - Each group after a start has an incident under its number, with its cause.
 - Workers that it names did end in the group before; the first one was first, and the others came as much later as it
   says, within the error that it tells. (Not once a clock has jumped.)
-- Steps that it calls done again were done again, and no others.
+- The replayed steps that it counts were repeated, and no others.
 - No phase is below zero; from the last step to the first one after it lies all that was lost, and more than the time
   from the start of the workers.
 - What a run has lost only grows. Each record is written a few times at the most.
@@ -33,8 +33,8 @@ _SOON_S = 0.01
 _BEFORE_S = 1.0
 """So long before a failure something else may have been wrong with the group, of which nothing is known here."""
 _VALUES = 5
-"""Different ones of an account, or an incident: as it begins, once all have stopped, and with the first step. After
-etcd has lost data what accounts tell may be newer."""
+"""Different values of a transition report or an incident: as it begins, once all have stopped, with the first step.
+After etcd has lost data reports may be newer."""
 _WRITES = 40
 """Of each, repeated ones included: answers are lost."""
 
@@ -110,12 +110,12 @@ class Incidents:
         values.add(value)
         assert len(values) <= _VALUES, f"{key} has changed more often than there is news"
 
-    def _on_transition(self, account: TransitionReport) -> None:
-        times = [account.stopped_s, account.entered_s, account.joined_s, account.loaded_s, account.stepped_s]
+    def _on_transition(self, report: TransitionReport) -> None:
+        times = [report.stopped_s, report.entered_s, report.joined_s, report.loaded_s, report.stepped_s]
         known = [each for each in times if each is not None]
-        assert len(known) in {1, 5}, account
-        assert known == sorted(known), account
-        assert account.stopped_s >= 0.0, account
+        assert len(known) in {1, 5}, report
+        assert known == sorted(known), report
+        assert report.stopped_s >= 0.0, report
 
     def _on_incident(self, key: str) -> None:
         incident = self._cluster.etcd.record(key, Incident)
@@ -176,8 +176,8 @@ class Incidents:
         assert world.made, f"nobody has made a step of group {group.number}"
         members = [self._cluster.by_serial[member.link].ranks for member in group.members]
         assert incident.step == _step(self._cluster.resume), incident
-        redone = max(0, max(ranks.before for ranks in members) - incident.step)
-        assert incident.replayed_steps == redone, f"{redone} steps were done again: {incident}"
+        replayed = max(0, max(ranks.before for ranks in members) - incident.step)
+        assert incident.replayed_steps == replayed, f"{replayed} steps were repeated: {incident}"
         if self._cluster.has_jumped:
             return
         lost_s = incident.phases.total_s

@@ -7,13 +7,13 @@
 | 3 | a committed checkpoint was eligible in the group current at that moment; it never goes back | `_on_checkpoint` |
 | 4 | no worker of a group starts where one of another lives | `on_start` |
 | 5 | an agent's workers die with it | by construction for a kill; `on_exit` for an end of its own |
-| 6 | training goes on once faults have ended | `Cluster.run_until`, in every story and random cluster |
+| 6 | training goes on once faults have ended | `Cluster.run_until`, in every scenario and random cluster |
 | 7 | a finished job stays finished | `_on_result`, `_on_group` |
 | 8 | a worker failure counts once, a membership change never | `_check_restarts`, at each next group |
-| 9 | no step before `resume`; the copy it names is the newest on the true history | `on_begin`, `_on_resume` |
+| 9 | no step before `restore_point`; the copy it names is the newest on the true history | `on_begin`, `_on_resume` |
 | 10 | what `checkpoint` names is readable | `check`, after every step |
 | 11 | np and result survive the loss of etcd's data | `_on_spec`; `_on_result` |
-| 12 | nothing is redone after a handoff; no rank leaves for one without a newer group | `_on_resume`; `on_leave` |
+| 12 | no step is repeated after a handoff; no rank leaves for one without a newer group | `_on_resume`; `on_leave` |
 | 14 | a member's status loses nothing that was in it, while etcd keeps its data | `_on_status` |
 
 Numbers, np and commits that no living agent knows cannot survive the loss of etcd's data: `forget` takes them out of
@@ -72,7 +72,7 @@ class Invariants:
         """Where a group really began."""
         self.incidents = Incidents(cluster)
         self._stood: tuple[World, StateId] | None = None
-        """Ranks that stood still when the next group was written, and after which step."""
+        """Ranks that were quiesced when the next group was written, and after which step."""
         self._is_stood_in_memory = False
         self.result: Result | None = None
         self._nodes: dict[str, str] = {}
@@ -163,7 +163,7 @@ class Invariants:
         self._own_failures[number] = self._own_failures.get(number, 0) + 1
 
     def on_hang(self, number: int) -> None:
-        """An agent tells that its ranks stand still: that may be counted as a failure of theirs."""
+        """An agent reports that its ranks are stalled: that may be counted as a failure of theirs."""
         self.on_own_failure(number)
 
     def on_begin(self, group: Group, resume: RestorePoint, copy: StateId | None) -> None:
@@ -218,8 +218,8 @@ class Invariants:
         for name in ("inventory", "exit"):
             before, now = getattr(last, name), getattr(status, name)
             assert before is None or now == before, f"{change.key}: {name} was {before} and is {now}"
-        stood, stands = last.quiesced, status.quiesced
-        assert stood is None or stands == stood or (stands is not None and stands.number > stood.number), change.key
+        before, now = last.quiesced, status.quiesced
+        assert before is None or now == before or (now is not None and now.number > before.number), change.key
         moved, moves = last.transition, status.transition
         has_stepped = moved is not None and moved.stepped_s is not None
         assert moved is None or moves is not None, f"{change.key}: the transition is gone"
@@ -291,9 +291,9 @@ class Invariants:
             self._check_restarts(self.groups.get(group.number - 1), group, keys)
             if not {KEYS.result, KEYS.spec} & keys:  # started over, or restored
                 self.incidents.on_group(group, keys)
-            self._note_standstill(self.groups.get(group.number - 1), group)
+            self._note_quiesced(self.groups.get(group.number - 1), group)
 
-    def _note_standstill(self, last: Group | None, group: Group) -> None:
+    def _note_quiesced(self, last: Group | None, group: Group) -> None:
         world = self._cluster.training.world_of(last) if last is not None else None
         if self._is_stood_in_memory:  # and one who held it may be gone by now
             self._stood, self._is_stood_in_memory = None, False
@@ -303,15 +303,15 @@ class Invariants:
         is_saved = committed is not None and committed.copy == world.copy
         if committed is not None and is_saved and committed.handoff == world.standstill.number:
             self._stood = (world, world.copy)
-        elif group.cause in ("join", "scale", "restart") and self._have_all_told(world):
+        elif group.cause in ("join", "scale", "restart") and self._have_all_reported(world):
             self._stood, self._is_stood_in_memory = (world, world.copy), True
 
-    def _have_all_told(self, world: World) -> bool:
-        """Whether all members said in time that their ranks stand still, with snapshots."""
+    def _have_all_reported(self, world: World) -> bool:
+        """Whether all members reported in time that their ranks are quiesced, with snapshots."""
         told = self._cluster.etcd.records(KEYS.statuses(world.group.number), MemberStatus)
-        stood = [each.quiesced for each in told if each.quiesced is not None]
-        here = [each for each in stood if each.number == world.standstill.number and not each.is_late]
-        assert all(each.step == world.step for each in here), f"ranks stand still after step {world.step}: {stood}"
+        quiesced = [each.quiesced for each in told if each.quiesced is not None]
+        here = [each for each in quiesced if each.number == world.standstill.number and not each.is_late]
+        assert all(each.step == world.step for each in here), f"ranks are quiesced after step {world.step}: {quiesced}"
         return len(here) == len(world.group.members)
 
     def _check_restarts(self, last: Group | None, group: Group, keys: set[str]) -> None:
@@ -381,7 +381,7 @@ class Invariants:
         history = self._cluster.training.history
         if self._stood is not None:
             (world, copy), self._stood = self._stood, None
-            may_go_on = world.copy != copy and history.is_after(resume.copy, copy)  # they never heard of it
+            may_go_on = world.copy != copy and history.is_after(resume.copy, copy)  # they were never notified
             assert may_go_on or resume.copy == copy, f"{named(copy)} was handed over, not {named(resume.copy)}"
         assert all(history.is_after(resume.copy, cut) for cut in resume.lineage), f"no lineage: {resume}"
         self.resumes[resume.group] = resume

@@ -7,17 +7,17 @@ from simulation.faults import Faults
 
 _NAMES = ("a", "b", "c", "d", "e")
 _LIVE_S = 180.0
-"""A wish for a handoff that came to nothing is made anew after 120."""
+"""A handoff that was not completed is requested again after 120 s."""
 
 
 def play(seed: int, *, steps: int, is_traced: bool = False) -> Cluster:
-    """A cluster's whole life. A failure is an AssertionError, to which its seed and story are added."""
+    """A cluster's whole life. A failure is an AssertionError, to which its seed and log are added."""
     cluster = Cluster(seed, np=(1, 4) if seed % 2 else (2, 2), loss=(0.0, 0.0, 0.3, 0.1)[seed % 4])
     cluster.is_traced = is_traced
     try:
         _play(cluster, steps)
     except AssertionError as error:
-        error.add_note(f"seed {seed}, steps {steps}:\n{cluster.story()}")
+        error.add_note(f"seed {seed}, steps {steps}:\n{cluster.log_text()}")
         raise
     return cluster
 

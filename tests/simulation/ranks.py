@@ -69,13 +69,13 @@ class Ranks:
             case fx.SendRestorePoint(resume):
                 self.resume = resume
                 if self.world is not None:
-                    self.world.on_told(self._agent, resume)
+                    self.world.on_restore_point(self._agent, resume)
             case fx.RequestHandoff(group, number, in_memory):
-                self._set_wish(group, number, in_memory=in_memory)
+                self._set_handoff(group, number, in_memory=in_memory)
             case fx.AnswerPublish():
                 if self.world is not None:
                     self.world.publisher.on_verdict(effect)
-            case fx.TerminateWorkers(group) if self.number == group and self._stands_still():
+            case fx.TerminateWorkers(group) if self.number == group and self._is_quiesced():
                 self._leave()
             case fx.TerminateWorkers(group):
                 self._end(group, self._cluster.random.uniform(0.01, 3.0))  # some do not listen
@@ -114,10 +114,10 @@ class Ranks:
         entered = (self.started_at + joined) / 2
         self._agent.post(ev.RanksStarted(self.number, entered, joined, loaded, now, self.world.step))
 
-    def _set_wish(self, group: int, number: int, *, in_memory: bool) -> None:
+    def _set_handoff(self, group: int, number: int, *, in_memory: bool) -> None:
         """It stands on their page, and they see it when they look."""
         if not self.number:
-            return  # they are gone, and their agent has yet to hear of it
+            return  # they are gone, and their agent does not know it yet
         assert group == self.number, "workers are told of another group's handoff"
         assert number > self.page, "workers are told twice"
         self.page, self.in_memory = number, in_memory
@@ -125,9 +125,9 @@ class Ranks:
 
     def _look_at_page(self) -> None:
         if self.world is not None:
-            self.world.standstill.on_wish(self._agent, self.page, in_memory=self.in_memory)
+            self.world.standstill.on_request(self._agent, self.page, in_memory=self.in_memory)
 
-    def _stands_still(self) -> bool:
+    def _is_quiesced(self) -> bool:
         return self.world is not None and self.world.standstill.is_saved and not self.is_stopping
 
     def _leave(self) -> None:

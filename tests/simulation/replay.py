@@ -1,7 +1,7 @@
 """Plays an exported incident again: the same nodes, the same faults at the same places; the same must come of it.
 
-`elastic-agent incident export` writes the file. It becomes a scenario (`scenario.py`), line by line, which is told so
-that it can be kept as one. While it is played all invariants are checked; at the end the cause, the nodes that it is
+`elastic-agent incident export` writes the file. It becomes a scenario (`scenario.py`), line by line, in a
+form that can be kept as one. While it is played all invariants are checked; at the end the cause, the nodes that it is
 about, and the members of the next group must be those of the record.
 
 What came before the group that trained (budgets, flaps, older groups) is not in the file: the job begins with it.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from simulation.scenario import Story
+from simulation.scenario import Scenario
 
 from agent.core.incident import Incident, IncidentMember
 from agent.core.model import Group
@@ -45,8 +45,8 @@ _LINES: dict[Kind, tuple[str, ...]] = {
 class Replayed:
     """What came of it this time."""
 
-    story: tuple[str, ...]
-    """A scenario's lines."""
+    events: tuple[str, ...]
+    """Events of a scenario, one per line."""
     log: tuple[str, ...]
     """What happened, with times, for people."""
     group: Group
@@ -61,17 +61,17 @@ def read(path: Path) -> ExportedIncident:
 def replay(situation: ExportedIncident) -> Replayed:
     """Play it; raises `AssertionError` with the transcript if something else comes of it, or an invariant breaks."""
     lines = list(_beginning(situation))
-    told = Story(lines[0].split()[1:])
-    cluster = told.cluster
+    scenario = Scenario(lines[0].split()[1:])
+    cluster = scenario.cluster
     for line in lines[1:]:
-        told.do(*line.split())
+        scenario.do(*line.split())
     number = cluster.max_group
     after = list(_faults(situation))
     for line in after:
-        told.do(*line.split())
+        scenario.do(*line.split())
     cluster.run_until(lambda: cluster.max_group > number, within_s=120.0)
     group = cluster.invariants.groups[number + 1]
-    _compare(situation, group, cluster.story())
+    _compare(situation, group, cluster.log_text())
     members = sorted(place.node_id for place in situation.incident.members)
     if members:
         cluster.run_until(lambda: cluster.is_begun and sorted(cluster.training_nodes) == members)
@@ -120,11 +120,11 @@ def _fault(fault: ExportedFault, places: dict[str, IncidentMember]) -> list[str]
     ]
 
 
-def _compare(situation: ExportedIncident, group: Group, story: str) -> None:
+def _compare(situation: ExportedIncident, group: Group, log: str) -> None:
     """The same must have come of it."""
     incident = situation.incident
     wanted, got = _outcome(situation, incident), _outcome(situation, group)
-    assert got == wanted, f"{group.cause}: {group.reason}, not {incident.cause}: {incident.reason}\n{story}"
+    assert got == wanted, f"{group.cause}: {group.reason}, not {incident.cause}: {incident.reason}\n{log}"
 
 
 def _outcome(situation: ExportedIncident, outcome: Incident | Group) -> tuple[object, ...]:

@@ -34,6 +34,19 @@ from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import StoreUnavailable
 from agent.roles import core
+from agent.roles.events import (
+    ProcessExited,
+    ReplicaReported,
+    RoleEffect,
+    RoleEvent,
+    RoleViewChanged,
+    SendShardMap,
+    StartProcess,
+    TerminateProcess,
+    WriteRecord,
+    WriteRoleResult,
+    WriteShardMap,
+)
 from agent.roles.model import RoleNode, RoleView
 from agent.roles.plan import RolePlan, RoleProcess
 from agent.roles.shards import ReplicaReport
@@ -123,17 +136,17 @@ class Process:
         self.is_ending = False
         self.was_asked = False
         """It ended since it was to."""
-        self.heard = 0
+        self.map_number = 0
         """Number of the last map that it was told."""
 
     def end(self, code: int) -> None:
         self.is_alive, self.was_asked = False, self.is_ending
         self.agent.inbox.append(
-            core.ProcessExited(self.planned, self.incarnation, code, f"ended with {code}" if code else "")
+            ProcessExited(self.planned, self.incarnation, code, f"ended with {code}" if code else "")
         )
 
-    def hear(self, told: ShardMap) -> None:
-        self.heard = told.number
+    def receive(self, told: ShardMap) -> None:
+        self.map_number = told.number
 
 
 class Server(Process):
@@ -145,8 +158,8 @@ class Server(Process):
         self.copies = [Copy() for _ in world.plan.of("server")]
         self.told: deque[ShardMap] = deque()
 
-    def hear(self, told: ShardMap) -> None:
-        super().hear(told)
+    def receive(self, told: ShardMap) -> None:
+        super().receive(told)
         self.told.append(told)
 
     def take_map(self) -> None:
@@ -167,9 +180,9 @@ class Server(Process):
         if copy.line_to != (place.replica or place.joining):
             self._drop_line(copy)
         if copy.line is not None and place.joining == copy.line_to:
-            self._promise(shard, copy, is_whole=True)
+            self._promise(shard, copy, is_complete=True)
         elif copy.line is None and place.replica is not None:
-            self._promise(shard, copy, is_whole=False)
+            self._promise(shard, copy, is_complete=False)
 
     def _be_none(self, _shard: int, copy: Copy, place: ShardPlace) -> None:
         if copy.is_primary:
@@ -181,10 +194,10 @@ class Server(Process):
     def _drop_line(self, copy: Copy) -> None:
         copy.line = copy.line_to = copy.link = None
 
-    def _promise(self, shard: int, copy: Copy, *, is_whole: bool) -> None:
-        if is_whole:
+    def _promise(self, shard: int, copy: Copy, *, is_complete: bool) -> None:
+        if is_complete:
             copy.promised = copy.map
-        self.agent.inbox.append(core.ReplicaReported(ReplicaReport(copy.map, shard, is_whole=is_whole)))
+        self.agent.inbox.append(ReplicaReported(ReplicaReport(copy.map, shard, is_complete=is_complete)))
 
     def lose_line(self, shard: int) -> None:
         """The copy does not answer."""
@@ -192,7 +205,7 @@ class Server(Process):
         if copy.line is not None:
             copy.line = copy.link = None
             if copy.place is not None and copy.place.replica == copy.line_to:
-                self._promise(shard, copy, is_whole=False)
+                self._promise(shard, copy, is_complete=False)
 
     def push(self, shard: int, number: int) -> bool:
         """A worker pushes; return whether it is answered. One that is not comes again, as another here."""
@@ -232,7 +245,7 @@ class Server(Process):
             theirs.rows, theirs.era = set(copy.rows), copy.era
             copy.line, copy.line_to, copy.link = other, copy.place.joining, copy.copying[1]
             copy.copying = None
-            self._promise(shard, copy, is_whole=True)
+            self._promise(shard, copy, is_complete=True)
         else:
             copy.copying = None
 
@@ -243,7 +256,7 @@ class Agent:
     def __init__(self, world: World, machine: str, serial: int, max_restarts: int) -> None:
         self.world, self.machine, self.serial = world, machine, serial
         self.state = core.RoleState(world.plan, world.spec.run, machine, max_restarts, window_s=30.0, grace_s=TTL_S)
-        self.inbox: deque[core.Event] = deque()
+        self.inbox: deque[RoleEvent] = deque()
         self.writes: deque[Callable[[], object]] = deque()
         self.processes: dict[RoleProcess, Process] = {}
         self.lease: Lease | None = None
@@ -287,7 +300,7 @@ class Agent:
             return
         if snapshot.revision != self._seen or self.is_out:
             self._seen, self.is_out = snapshot.revision, False
-            self.inbox.append(core.RoleViewChanged(KEYS.view(snapshot)))
+            self.inbox.append(RoleViewChanged(KEYS.view(snapshot)))
 
     def write(self) -> None:
         """The first of what is to be written, until etcd has it."""
@@ -308,25 +321,23 @@ class Agent:
         if self.exit is not None:
             self._leave()
 
-    def _act(self, effect: core.Effect, effects: list[core.Effect]) -> None:
+    def _act(self, effect: RoleEffect, effects: list[RoleEffect]) -> None:
         world = self.world
         match effect:
-            case core.StartProcess(planned, incarnation):
+            case StartProcess(planned, incarnation):
                 before = effects[: effects.index(effect)]
-                assert any(isinstance(each, core.WriteRecord) and each.process == planned for each in before), (
-                    "told first"
-                )
+                assert any(isinstance(each, WriteRecord) and each.process == planned for each in before), "told first"
                 self.processes[planned] = world.start(self, planned, incarnation)
-            case core.TerminateProcess(planned):
+            case TerminateProcess(planned):
                 self.processes[planned].is_ending = True
-            case core.SendShardMap(told):
+            case SendShardMap(told):
                 for process in self.processes.values():
-                    process.hear(told)
-            case core.WriteRoleResult(result):
+                    process.receive(told)
+            case WriteRoleResult(result):
                 own = [local for planned, local in self.state.locals.items() if planned.kind != "server"]
                 assert result.code or all(local.final_record for local in own), "one result: own workers are waited for"
                 self.writes.append(lambda: self.writer.write(effect))
-            case core.WriteRecord() | core.WriteShardMap():
+            case WriteRecord() | WriteShardMap():
                 self.writes.append(lambda: self.writer.write(effect))
             case Exit():
                 self.exit = effect
@@ -646,7 +657,7 @@ class World:
         if current is None or len(self.view.nodes) < len(self.plan.machines) or self.late:
             return False
         there = {process.me for process in self.processes if isinstance(process, Server)}
-        if any(process.heard != current.number for process in self.processes):
+        if any(process.map_number != current.number for process in self.processes):
             return False
         wants = self.plan.replicas and len(there) > 1
         return len(there) == len(self.plan.of("server")) and all(

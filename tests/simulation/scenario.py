@@ -1,4 +1,4 @@
-"""Scenario files: a story of a job in one line per event, and the transcript that it must give.
+"""Scenario files: the events of a job, one per line, and the transcript that they must give.
 
 A file in `scenarios/` says in comments what it shows, then what happens, then, after `---`, the transcript: typed facts
 of what is written and what agents do, and no sentence (`transcript.py`; docs/simulation.md lists its lines). Chance is
@@ -78,23 +78,23 @@ class Calm(random.Random):
 
 
 def read(path: Path) -> tuple[list[str], str]:
-    """Return a file's story, comments included, and its transcript."""
-    story, _, transcript = path.read_text(encoding="utf-8").partition(f"\n{END}\n")
-    return story.splitlines(), transcript
+    """Return the events of a file, comments included, and its transcript."""
+    events, _, transcript = path.read_text(encoding="utf-8").partition(f"\n{END}\n")
+    return events.splitlines(), transcript
 
 
-def play(story: Sequence[str]) -> str:
-    """Let a story happen; return its transcript."""
-    lines = [line for line in story if line.strip() and not line.startswith("#")]
-    told = Story(lines[0].split()[1:])
+def play(events: Sequence[str]) -> str:
+    """Play the events; return the transcript."""
+    lines = [line for line in events if line.strip() and not line.startswith("#")]
+    scenario = Scenario(lines[0].split()[1:])
     for line in lines[1:]:
-        told.cluster.transcript.note(f"> {line}")
+        scenario.cluster.transcript.note(f"> {line}")
         try:
-            told.do(*line.split())
+            scenario.do(*line.split())
         except AssertionError as error:
-            error.add_note(f"at {line!r}\n{told.cluster.story()}")
+            error.add_note(f"at {line!r}\n{scenario.cluster.log_text()}")
             raise
-    return "".join(f"{line}\n" for line in told.cluster.transcript.lines)
+    return "".join(f"{line}\n" for line in scenario.cluster.transcript.lines)
 
 
 def _np(text: str) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def _np(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-class Story:
+class Scenario:
     """One scenario as it happens."""
 
     def __init__(self, job: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
 """What the ranks of a world do about a handoff, as `trainer_runtime/handoff.py`: stop after a common step, save, wait.
 
-They see the wish at different times. The first one that does settles on a step a little ahead; if one of them has not
-seen it by then, or misses the others, they try again with a longer lead. At the step all take a snapshot, if that is
-enough, and if not, or if they take none, rank 0 publishes. No verdict in time, or no answer after it, and they train
-on: then that number is over for them.
+They see the request at different times. The first one that does settles on a step a little ahead; if one of them has
+not seen it by then, or misses the others, they try again with a longer lead. At the step all take a snapshot, if that
+is enough, and if not, or if they take none, rank 0 publishes. If no verdict comes in time, or no answer after it, they
+train on: then that number is over for them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Standstill:
         self._training = training
         self._cluster = training.cluster
         self._seen: dict[int, int] = {}
-        """The newest wish that each agent's ranks have seen."""
+        """The newest request that each agent's ranks have seen."""
         self._in_memory: set[int] = set()
         """Those for which a snapshot is enough."""
         self._settling = 0
         self._stop_at: int | None = None
         self._attempt = 0
         self._over = 0
-        """Nothing more comes of wishes up to this number."""
+        """Requests up to this number are over."""
         self.number = 0
-        """Of the wish that they stand still for; 0: they train."""
+        """Number of the handoff for which they are quiesced; 0: they train."""
         self.is_saved = False
         """All is saved: only the answer is waited for."""
 
-    def on_wish(self, agent: Agent, number: int, *, in_memory: bool) -> None:
+    def on_request(self, agent: Agent, number: int, *, in_memory: bool) -> None:
         self._seen[agent.serial] = number
         if in_memory:
             self._in_memory.add(number)
@@ -83,13 +83,13 @@ class Standstill:
         self.is_saved = True
         self._wait()
         for agent in agents:
-            told_s = chance.uniform(0.0, 0.1)
-            still = self._told(is_shared=False)
-            agent.ranks.later(told_s, lambda agent=agent, still=still: agent.post(still))
+            report_s = chance.uniform(0.0, 0.1)
+            event = self._quiesced_event(is_shared=False)
+            agent.ranks.later(report_s, lambda agent=agent, event=event: agent.post(event))
             if len(agents) == 1 or chance.random() >= self._training.lost_parts:
-                agent.ranks.later(told_s + chance.uniform(0.0, 0.1), lambda agent=agent: self._hand_over(agent))
+                agent.ranks.later(report_s + chance.uniform(0.0, 0.1), lambda agent=agent: self._hand_over(agent))
 
-    def _told(self, *, is_shared: bool) -> ev.RanksQuiesced:
+    def _quiesced_event(self, *, is_shared: bool) -> ev.RanksQuiesced:
         return ev.RanksQuiesced(self._world.group.number, self.number, self._world.step, is_shared=is_shared)
 
     def _hand_over(self, agent: Agent) -> None:
@@ -97,7 +97,7 @@ class Standstill:
         if self.number and all(network.is_open_both(agent.serial, peer.link) for peer in peers):
             assert self._world.copy is not None
             self._world.hand_over(agent, self._world.copy)
-            agent.post(self._told(is_shared=True))
+            agent.post(self._quiesced_event(is_shared=True))
 
     def _save(self, first: Agent) -> None:
         """Rank 0 publishes, once what it published before is settled."""

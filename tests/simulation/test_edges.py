@@ -1,4 +1,4 @@
-"""What the core answers in corners that no story of the simulation leads to: it cannot know that nothing will."""
+"""What the core answers in cases that no scenario of the simulation reaches, because it cannot rule them out."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_fence_knows_nothing_before_it_sees_the_group_and_its_beginning() ->
     assert isinstance(fence.settle(ASKED, view_of_group(2, begun=2), "r"), fx.WriteCheckpoint)
 
 
-def test_the_fence_says_no_by_a_view_that_goes_up_to_the_next_group() -> None:
+def test_the_fence_refuses_by_a_view_that_includes_the_next_group() -> None:
     """One that is older may lack our own commit, which landed before that group."""
     view = view_of_group(3, begun=2)
     assert view.group is not None
@@ -108,7 +108,7 @@ def test_nothing_is_on_a_lineage_that_has_not_begun() -> None:
     assert not lineage.is_on_lineage(COPY, None, "r")
 
 
-def test_what_was_told_of_an_older_group_says_nothing_of_this_one() -> None:
+def test_reports_about_an_older_group_do_not_count_for_this_one() -> None:
     workers = LocalWorkers(group=2)
     assert workers.apply_event(ev.WorkersGone(1), 0.0) is workers
 
@@ -159,7 +159,7 @@ def test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over() ->
     assert state.leaving is None
 
 
-def test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_word() -> None:
+def test_the_holder_of_a_node_id_found_during_an_outage_is_not_final() -> None:
     """It may have renewed the lease of one that is dead, as it started."""
     cluster = Cluster(0, np=(1, 1))
     agent = cluster.start("a")
@@ -173,7 +173,7 @@ def test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_w
     assert step(waits, another, agent.clock())[0].leaving is None, "it has just come"
 
 
-def test_a_link_that_is_told_of_again_is_down_for_as_long_as_it_was() -> None:
+def test_a_link_that_is_reported_again_keeps_its_downtime() -> None:
     """Else an agent that is cut off would put off its end with each order to its links."""
     up, silent = (ev.LinkChanged(Identity("b", "i"), state, "") for state in (LinkState.UP, LinkState.SILENT))
     links = neighbours.note_link(neighbours.note_link((), up, 1.0, 0.5), silent, 2.0, 0.5)
@@ -199,7 +199,7 @@ def test_from_outside_links_go_to_both_ends_of_the_group_and_to_members_that_are
     assert linked(ev.LinkChanged(middle, LinkState.SILENT, "")) == ["a", "b", "c"]
 
 
-def test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were() -> None:
+def test_clocks_are_reported_for_members_only() -> None:
     """Nor is that of one forgotten that was lost with the last group: it may have failed first."""
     cluster = Cluster(0, np=(2, 2))
     agent, other = cluster.start("a"), cluster.start("b")
@@ -358,7 +358,7 @@ def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
     assert open_incident(following, view, (), newcomer, 112.0).phases.total_s == 11.0
 
 
-def test_another_agent_under_the_first_ones_node_id_does_not_tell_by_its_clock() -> None:
+def test_another_agent_under_the_first_ones_node_id_does_not_count_with_its_clock() -> None:
     """It came in the place of one that is gone; its node may be another, and its clock an hour ahead."""
     first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
     late = msgspec.structs.replace(first, rank=1, at=100.5)
@@ -371,7 +371,7 @@ def test_another_agent_under_the_first_ones_node_id_does_not_tell_by_its_clock()
     assert with_late(ended, (same, told))[1] == WorkerEnd(node_id="b", failure=late, after_s=3600.5, error_s=0.01)
 
 
-def test_clocks_are_compared_by_what_either_of_two_nodes_says() -> None:
+def test_clocks_are_compared_by_the_report_of_either_node() -> None:
     """Each tells of its neighbours; of two that are far apart only one may have told of the other."""
     first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
     late = msgspec.structs.replace(first, rank=1, at=3700.5)
@@ -438,17 +438,17 @@ def test_clocks_are_compared_over_others_and_the_errors_add_up() -> None:
     first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
     late = msgspec.structs.replace(first, rank=2, at=131.0)
 
-    def account(name: str, *ended: Failure, beside: str = "", error_s: float = 0.0) -> TransitionReport:
+    def transition(name: str, *ended: Failure, beside: str = "", error_s: float = 0.0) -> TransitionReport:
         clocks = (Clock(who=Identity(beside, "i"), ahead_s=15.0, error_s=error_s),) if beside else ()
         return TransitionReport(group=3, node_id=name, incarnation="i", stopped_s=0.0, ended=ended, clocks=clocks)
 
-    accounts = (
-        account("a", first, beside="b", error_s=0.25),
-        account("b", beside="c", error_s=0.5),
-        account("c", late),
+    transitions = (
+        transition("a", first, beside="b", error_s=0.25),
+        transition("b", beside="c", error_s=0.5),
+        transition("c", late),
     )
     ended = (WorkerEnd(node_id="a", failure=first),)
-    assert with_late(ended, accounts)[1] == WorkerEnd(node_id="c", failure=late, after_s=1.0, error_s=0.75)
+    assert with_late(ended, transitions)[1] == WorkerEnd(node_id="c", failure=late, after_s=1.0, error_s=0.75)
 
 
 def test_of_workers_that_ended_later_only_the_last_words_are_kept() -> None:

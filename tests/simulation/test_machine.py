@@ -1,4 +1,4 @@
-"""The same cluster under hypothesis: what fails is shrunk to the shortest story that still fails."""
+"""The same cluster under hypothesis: what fails is shrunk to the shortest scenario that still fails."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ class Job(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(600)
-def test_any_story_ends_well() -> None:
-    """Stories of up to 30 events; the same ones in every run."""
+def test_any_scenario_ends_well() -> None:
+    """Scenarios of up to 30 events; the same ones in every run."""
     run_state_machine_as_test(
         Job,
         settings=settings(

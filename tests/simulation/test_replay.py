@@ -83,32 +83,32 @@ def test_what_is_recorded_comes_again(case: str) -> None:
     """The same cause, about the same nodes, with the same members after it; and no invariant breaks."""
     told, faults = _CASES[case]
     played = replay(recorded(**told))
-    assert list(played.story[played.story.index("run 5") + 1 :]) == faults
+    assert list(played.events[played.events.index("run 5") + 1 :]) == faults
 
 
 def test_a_first_start_comes_again() -> None:
     run = Run("a", "b")
-    assert replay(exported_incident("job", run.history(1.0).spec, run.incidents[0], None)).story == (
+    assert replay(exported_incident("job", run.history(1.0).spec, run.incidents[0], None)).events == (
         "job 1:9",
         "start a",
         "start b",
     )
 
 
-def test_ranks_of_a_node_are_told_apart() -> None:
+def test_ranks_of_a_node_are_distinguished() -> None:
     """The second rank of a node is the second of its simulated ones."""
     run = Run("a", "b", nproc=2)
     failed = ended("b", 3, local_rank=1)
     incident = run.add("failed", 50.0, ("a", "b"), reason="rank 3 on b exited with code 1", ended=(failed,))
     played = replay(exported_incident("job", run.history(60.0).spec, incident, run.incidents[0]))
-    assert played.story[1:3] == ("start a nproc=2", "start b nproc=2")
+    assert played.events[1:3] == ("start a nproc=2", "start b nproc=2")
     assert played.group.reason.startswith("rank 3 on b exited with code 1")
 
 
 def test_a_replay_is_a_scenario() -> None:
     """What it prints can be kept as a file of `scenarios/`."""
     played = replay(recorded("lost", ("a", "c"), reason="lost b"))
-    assert "\ngroup 2: a c (lost)\n" in scenario.play((*played.story, "run 1"))
+    assert "\ngroup 2: a c (lost)\n" in scenario.play((*played.events, "run 1"))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_replay_is_a_scenario() -> None:
     ],
     ids=["another node", "another group", "another reason"],
 )
-def test_what_does_not_come_again_is_told(told: dict[str, Any]) -> None:
+def test_a_replay_that_differs_shows_the_difference(told: dict[str, Any]) -> None:
     """With what came instead, and how."""
     with pytest.raises(AssertionError, match="group 2: "):
         replay(recorded(**told))

@@ -101,7 +101,7 @@ class World:
             found.append(agent)
         return found
 
-    def on_told(self, agent: Agent, resume: RestorePoint) -> None:
+    def on_restore_point(self, agent: Agent, resume: RestorePoint) -> None:
         """One member's ranks know where to begin."""
         assert resume.group == self.group.number, "workers are told of another group's beginning"
         assert agent.state.identity not in self._told, "workers are told twice"

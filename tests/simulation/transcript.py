@@ -290,17 +290,17 @@ def _node(node: Node, last: Node | None) -> Iterator[str]:
     if last is None or last.incarnation != node.incarnation:
         yield "join"
         last = None
-    now, before = _says(node), _says(last) if last is not None else (False, False, False, 0, 0)
-    heads = (("", "draining"), ("fit", "unfit"), ("warm", "warming"), "knows", "hears")
+    now, before = _reported(node), _reported(last) if last is not None else (False, False, False, 0, 0)
+    heads = (("", "draining"), ("fit", "unfit"), ("warm", "warming"), "cached", "reaches")
     for head, value, was in zip(heads, now, before, strict=True):
         if value != was:
             yield head[bool(value)] if isinstance(head, tuple) else f"{head} {value}"
 
 
-def _says(node: Node) -> tuple[bool, bool, bool, int, int]:
+def _reported(node: Node) -> tuple[bool, bool, bool, int, int]:
     """The fields of a node that decisions rest on, besides its place."""
-    known = node.cached.number if node.cached is not None else 0
-    return node.is_draining, bool(node.unfit), node.is_warming, known, node.reachable_group
+    cached = node.cached.number if node.cached is not None else 0
+    return node.is_draining, bool(node.unfit), node.is_warming, cached, node.reachable_group
 
 
 def _group(group: Group, incident: Incident | None) -> str:

@@ -54,13 +54,13 @@ def shake_hands(server: Tls, client: Tls, name: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["10.0.0.1", "fe80::1", "node-b", "127.0.0.1"])
-def test_who_has_the_secret_gets_in(tmp_path: Path, name: str) -> None:
+def test_a_caller_with_the_secret_is_accepted(tmp_path: Path, name: str) -> None:
     """A member shows the names of all machines; a client knows only the secret."""
     server = issue(SHARED, ["10.0.0.1", "fe80::1%eth0", "node-b"])
     assert shake_hands(server, issue(SHARED), name, tmp_path) == ""
 
 
-def test_who_has_another_secret_does_not(tmp_path: Path) -> None:
+def test_a_caller_with_another_secret_is_refused(tmp_path: Path) -> None:
     assert "verify failed" in shake_hands(issue(SHARED), issue(SHARED + "!"), "127.0.0.1", tmp_path)
 
 

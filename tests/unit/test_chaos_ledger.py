@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chaos.ledger import STEPS_PER_EPOCH, Ledger, Line, faults_in, lost_after, lost_steps, redone_steps
+from chaos.ledger import STEPS_PER_EPOCH, Ledger, Line, faults_in, lost_after, lost_steps, replayed_steps
 from chaos.training import GLOBAL_BATCH, SAMPLES
 
 Lines = list[Line]
@@ -47,11 +47,11 @@ def test_a_step_that_was_not_seen_to_end_may_be_where_the_next_group_begins() ->
     assert lost_steps(lines) == {1: 0, 2: 0}
 
 
-def test_a_step_whose_commit_was_begun_is_done_again_though_nobody_saw_it_end() -> None:
+def test_a_step_whose_commit_had_begun_counts_as_repeated() -> None:
     """At a handoff a rank's commit does not return: that step is saved, and may not be done again."""
     lines = [*take(1, range(1, 5), commits_last=False), *take(2, range(4, STEPS + 1), at=10.0)]
     assert lost_steps(lines) == {1: 0, 2: 0}
-    assert redone_steps(lines) == {1: 0, 2: 1}
+    assert replayed_steps(lines) == {1: 0, 2: 1}
 
 
 def test_steps_lost_twice_are_counted_once_for_each_time() -> None:

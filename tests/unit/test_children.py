@@ -8,7 +8,7 @@ import sys
 PARENT = """
 import os, signal, subprocess, time
 from agent.observe.log import configure
-from agent.runtime.children import keep_children_going
+from agent.children import keep_children_going
 
 def state(pid):
     with open(f"/proc/{pid}/stat") as file:

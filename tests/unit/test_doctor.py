@@ -27,7 +27,7 @@ INTERFACES = {
 }
 
 
-def test_a_line_says_what_was_found_and_what_to_do() -> None:
+def test_a_line_states_what_was_found_and_what_to_do() -> None:
     assert Finding("a", "b").line == "ok     a: b"
     assert Finding("a", "b", "c").line == "WRONG  a: b; do: c"
 

@@ -78,7 +78,7 @@ def test_a_fifo_beside_the_script_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("elsewhere")], ids=["fifo", "link"])
-def test_what_lies_in_the_place_of_a_log_is_said_and_not_written_to(
+def test_a_foreign_file_in_the_place_of_a_log_is_reported_and_not_written_to(
     tmp_path: Path, make: Callable[[Path], object]
 ) -> None:
     make(tmp_path / "log")

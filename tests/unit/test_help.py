@@ -34,6 +34,7 @@ def test_the_first_screen_is_one_screen(shown: Shown, columns: int) -> None:
     assert 24 <= len(lines) <= 40
     assert max(map(len, lines)) <= columns
     assert lines[0].startswith("Usage: elastic-agent")
+    assert "  elastic-agent --elastic_server=etcd:2379 --job_id=X --np=2 train.py" in lines, "one line, to be copied"
 
 
 def test_the_first_screen_names_every_command_and_every_topic(shown: Shown) -> None:

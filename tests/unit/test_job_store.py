@@ -115,7 +115,7 @@ def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
     assert job.run(effect).outcome is (Outcome.REFUSED if changed in rests_on else Outcome.DONE)
 
 
-def test_with_a_group_goes_what_was_told_of_the_one_before_the_last() -> None:
+def test_a_new_group_deletes_the_records_of_the_group_before_the_last() -> None:
     """The last one's is needed still, and without end nothing may be kept."""
     store = MemoryStore()
     job = store_of_job(store)

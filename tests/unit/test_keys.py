@@ -229,7 +229,7 @@ def test_what_a_snapshot_has_again_is_not_decoded_again() -> None:
     assert back[0] is not once[0]
 
 
-def test_what_one_node_says_and_nobody_can_read_keeps_nobody_from_the_rest() -> None:
+def test_an_unreadable_record_of_one_node_does_not_hide_the_other_records() -> None:
     """It is of another version. Who asks for the job, rather than follows it, is told."""
     views = Views(KEYS, is_whole=True)
     foreign = item(KEYS.node("b"), b'{"v":2}')
@@ -242,15 +242,15 @@ def test_what_one_node_says_and_nobody_can_read_keeps_nobody_from_the_rest() -> 
     assert not views.unread
 
 
-def test_jobs_whose_names_begin_alike_are_told_apart() -> None:
+def test_jobs_whose_names_begin_alike_are_distinguished() -> None:
     items = tuple(item(JobKeys(name).spec, b"{}") for name in ("job", "job2", "job.1"))
     assert list(jobs_in(Snapshot(1, items))) == ["job", "job.1", "job2"]
 
 
-def test_the_wish_for_a_handoff_of_an_older_group_is_not_shown() -> None:
+def test_the_handoff_request_of_an_older_group_is_not_shown() -> None:
     for number, is_shown in ((2, False), (3, True)):
-        wish = HandoffRequest(group=number, after=1, reason="")
-        items = (item(KEYS.group, encode(RECORDS[3])), item(KEYS.handoff, encode(wish)))
+        request = HandoffRequest(group=number, after=1, reason="")
+        items = (item(KEYS.group, encode(RECORDS[3])), item(KEYS.handoff, encode(request)))
         view = view_of(Snapshot(9, items), KEYS, is_whole=True)
         assert (view.handoff is not None) is is_shown
     assert view_of(Snapshot(9, items[1:]), KEYS, is_whole=True).handoff is None

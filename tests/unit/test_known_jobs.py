@@ -170,7 +170,7 @@ def test_old_ones_are_forgotten(note: Callable[..., JobNote], monkeypatch: pytes
     assert names() == [("alive", True), ("job-2", False), ("job-3", False), ("job-1", False)]
 
 
-def test_where_etcd_is_not_named_the_newest_that_runs_here_is_meant_and_told(
+def test_without_a_named_etcd_the_newest_that_runs_here_is_used_and_printed(
     note: Callable[..., JobNote], capsys: pytest.CaptureFixture[str]
 ) -> None:
     end(note("over", 9.0))
@@ -189,7 +189,7 @@ def test_where_etcd_is_not_named_the_newest_that_runs_here_is_meant_and_told(
     assert capsys.readouterr().err == ""
 
 
-def test_a_change_wants_to_be_told_which_where_there_is_another_etcd(
+def test_a_change_needs_a_named_etcd_if_there_are_several(
     note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note("ours", 1.0)
@@ -257,7 +257,7 @@ def left(content: bytes) -> KeptStore:
     return KeptStore("job", content, "the same line goes on", Path("/l"))
 
 
-def test_what_is_kept_tells_how_a_job_ended_and_what_happened_and_no_secret() -> None:
+def test_kept_records_show_the_result_and_the_incidents_and_no_secret() -> None:
     content = packed(records(Put(KEYS.result, encode(DONE))), 0)
     assert SECRET.encode() not in content
     store = left(content)
@@ -275,7 +275,9 @@ def test_what_is_kept_tells_how_a_job_ended_and_what_happened_and_no_secret() ->
         (0, "stopped", "its agent left with exit code 0 before the job had ended; the same line goes on"),
     ],
 )
-def test_of_a_job_that_did_not_end_it_is_said_how_its_agent_did(exit_code: int | None, state: str, reason: str) -> None:
+def test_for_a_job_that_did_not_end_the_end_of_its_agent_is_shown(
+    exit_code: int | None, state: str, reason: str
+) -> None:
     """Never that it trains."""
     status = job_status("job", read_view(left(packed(records(), exit_code)), KEYS))
     assert (status.state, status.reason) == (state, reason)
@@ -303,12 +305,12 @@ def test_what_is_kept_cannot_be_changed() -> None:
     "content",
     [b"", b"{", b"[]", b'{"items": [], "at": 1.0}', b'{"items": [["/elastic-agent/job/spec", "{"]], "at": 1.0}'],
 )
-def test_where_nothing_can_be_read_that_is_said_in_a_line(content: bytes) -> None:
+def test_an_unreadable_directory_is_reported_in_one_line(content: bytes) -> None:
     with pytest.raises(ConfigError, match="job 'job' has ended, and nothing is left of its records"):
         left(content)
 
 
-def test_a_job_that_has_ended_is_shown_and_said_to_be_so_and_orders_are_refused(
+def test_a_job_that_has_ended_is_shown_as_ended_and_changes_are_refused(
     note: Callable[..., JobNote], capsys: pytest.CaptureFixture[str]
 ) -> None:
     noted = note(is_private=False)  # no etcd answers: not there either where several machines had it

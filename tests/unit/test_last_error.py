@@ -321,7 +321,7 @@ def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_pat
         ("", ""),
     ],
 )
-def test_the_last_line_says_why_a_worker_could_not_be_started(text: str, why: str) -> None:
+def test_the_last_line_states_why_a_worker_could_not_be_started(text: str, why: str) -> None:
     assert start_error(text) == why
 
 
@@ -363,5 +363,5 @@ ModuleNotFoundError: No module named 'torchh'
         ("ValueError: told without a traceback\n", ""),
     ],
 )
-def test_a_mistake_in_the_script_is_told_from_what_may_pass(text: str, mistake: str) -> None:
+def test_a_mistake_in_the_script_is_distinguished_from_a_passing_failure(text: str, mistake: str) -> None:
     assert find_mistake(text) == mistake

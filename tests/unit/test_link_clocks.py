@@ -29,7 +29,7 @@ class Peer:
         return self.comparison.take(asked, answered, mine=DAY_S + answered, theirs=theirs)
 
 
-def test_the_first_answer_is_told_with_room_for_the_round_trip() -> None:
+def test_the_first_answer_is_reported_with_a_margin_for_the_round_trip() -> None:
     told = Peer(ahead_s=3600.0).beat(0.001, 0.001)
     assert told is not None
     assert abs(told.ahead_s - 3600.0) < 1e-6
@@ -44,13 +44,13 @@ def test_a_one_sided_network_is_within_half_of_the_round_trip(there_s: float, ba
     assert 0.299 < told.error_s < 0.301
 
 
-def test_an_hour_of_like_answers_is_told_once() -> None:
+def test_an_hour_of_equal_answers_is_reported_once() -> None:
     peer, chance = Peer(), random.Random(1)
     told = [peer.beat(chance.uniform(0.001, 0.0011), chance.uniform(0.001, 0.0011)) for _ in range(7200)]
     assert [each for each in told if each is not None] == told[:1]
 
 
-def test_a_much_better_answer_is_told_and_outlasts_worse_ones() -> None:
+def test_a_much_better_answer_is_reported_and_kept_over_worse_ones() -> None:
     peer = Peer()
     peer.beat(0.1, 0.1)
     better = peer.beat(0.001, 0.001)
@@ -59,7 +59,7 @@ def test_a_much_better_answer_is_told_and_outlasts_worse_ones() -> None:
     assert [peer.beat(0.1, 0.05) for _ in range(15)] == [None] * 15
 
 
-def test_a_clock_that_jumps_is_told_at_once_either_way() -> None:
+def test_a_clock_that_jumps_is_reported_at_once_in_both_directions() -> None:
     peer = Peer()
     peer.beat(0.001, 0.001)
     for jumped_to in (10.0, -10.0, -10.02):
@@ -69,7 +69,7 @@ def test_a_clock_that_jumps_is_told_at_once_either_way() -> None:
         assert abs(told.ahead_s - jumped_to) <= told.error_s < 0.005
 
 
-def test_clocks_that_drift_apart_are_told_again_before_what_was_told_is_wrong() -> None:
+def test_clocks_that_drift_apart_are_reported_again_before_the_last_report_is_wrong() -> None:
     for seed in range(20):
         chance = random.Random(seed)
         peer, told, times = Peer(), None, 0
@@ -93,7 +93,7 @@ def test_one_lucky_answer_does_not_count_for_ever() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_the_network_does_what_is_told_is_true(seed: int) -> None:
+def test_reports_are_true_whatever_the_network_does(seed: int) -> None:
     chance = random.Random(seed)
     peer, told = Peer(chance.uniform(-DAY_S, DAY_S)), None
     for _ in range(200):

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 from structlog.testing import capture_logs
+from waiting import wait_for
 
 from agent.observe.log import InternalErrors
 from agent.observe.stderr import LineWriter
@@ -40,10 +41,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.002)
+    wait_for(is_so, "the condition", every_s=0.002)
 
 
 def test_an_agent_imports_no_heavy_module_that_it_does_not_use() -> None:

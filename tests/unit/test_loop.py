@@ -13,7 +13,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import ClusterView
 from agent.errors import RecordError, StoreUnavailable
-from agent.roles.core import RoleViewChanged
+from agent.roles.events import RoleViewChanged
 from agent.roles.model import RoleView
 from agent.runtime import store_client
 from agent.runtime.loop import Core, Heartbeat, Inbox, run_loop

@@ -137,7 +137,7 @@ def test_what_a_watch_brings_late_does_not_undo_what_was_read(
     assert values == [[b"old"], [b"new"], [b"new", b""]]
 
 
-def test_lost_data_is_found_by_who_catches_up(store: MemoryStore, receiver: Receiver) -> None:
+def test_lost_data_is_noticed_by_an_agent_that_catches_up(store: MemoryStore, receiver: Receiver) -> None:
     """Everything is read again, followed by a new watch: the old one could stay silent for ever."""
     client = store.client()
     store.transact([], [Put("a/1", b"")])
@@ -208,7 +208,7 @@ class CountedStore(MemoryStore):
         return super().read(ranges)
 
 
-def test_an_outage_is_told_once_and_ends_by_itself(receiver: Receiver, store: MemoryStore) -> None:
+def test_an_outage_is_reported_once_and_ends_by_itself(receiver: Receiver, store: MemoryStore) -> None:
     """The mirror keeps trying; afterwards it delivers the missed changes without any event."""
     client = CountedStore(store.client())
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
@@ -300,7 +300,7 @@ class FaultyReceiver(Receiver):
             raise UnicodeError("nobody foresaw this")
 
 
-def test_an_error_that_nobody_foresaw_is_told_once_and_the_mirror_goes_on(store: MemoryStore) -> None:
+def test_an_unexpected_error_is_reported_once_and_the_mirror_continues(store: MemoryStore) -> None:
     """A mirror that had ended would leave an agent that sees nothing and keeps its place."""
     receiver = FaultyReceiver()
     mirror = Mirror(store, [A], receiver.deliver, receiver.on_outage)

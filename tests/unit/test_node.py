@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from agent import node_facts
 from agent.cli.start import _warn_of_loopback
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
 from agent.errors import ConfigError
-from agent.runtime import node_facts
 
 
 @pytest.mark.parametrize("address", ["a..b", "no-such-host.invalid", "10.0.0.1:2379", "x" * 300, "a b"])

@@ -13,10 +13,10 @@ from agent.core.model import Identity, Result, Spec
 from agent.errors import ConfigError
 from agent.operate.jobs import Follower, follow_job
 from agent.operate.prompts import AnswerDeclined, confirm
-from agent.operate.spec import SpecView, change_spec
 from agent.store.api import KeyRange, Put
 from agent.store.keys import JobKeys, encode, view_of
 from agent.store.memory import MemoryStore
+from agent.store.spec import SpecView, change_spec
 
 KEYS = JobKeys("job")
 DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")

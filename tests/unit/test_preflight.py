@@ -68,7 +68,7 @@ def test_a_full_pipe_or_a_locked_file_is_no_limit_of_processes(monkeypatch: pyte
     assert limit_behind(raised.value).startswith("the limit of processes and threads is 77")
 
 
-def test_a_removed_working_directory_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_removed_working_directory_is_reported_in_one_line(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     asks = f"""
@@ -109,7 +109,7 @@ except ConfigError as error:
         (0, "ValueError: no such thing", ""),
     ],
 )
-def test_a_worker_that_reaches_a_limit_is_told_with_it(
+def test_the_end_of_a_worker_at_a_limit_names_the_limit(
     monkeypatch: pytest.MonkeyPatch, death: int, words: str, why: str
 ) -> None:
     limits = {resource.RLIMIT_NOFILE: 77, resource.RLIMIT_NPROC: 99, resource.RLIMIT_FSIZE: 8192}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from trainer_runtime import ps
 from trainer_runtime.ps.roles import role_of
 
+ROOT = Path(__file__).parents[2]
 WORKER = {"TRAINING_ROLE": "TRAINER", "PADDLE_PSERVERS_IP_PORT_LIST": "10.0.0.1:6170", "PADDLE_TRAINERS_NUM": "2"}
 
 
@@ -26,6 +31,23 @@ def test_a_secret_that_can_be_guessed_is_refused() -> None:
         role_of({**described, "ELASTIC_AGENT_PS_SECRET": "hunter"})
     assert "hunter" not in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_process_with_a_short_secret_ends_with_one_line(tmp_path: Path) -> None:
+    """The secret is set by hand, where no agent starts the processes."""
+    script = "from trainer_runtime import ps\nps.init()\n"
+    variables = {**WORKER, "PADDLE_TRAINER_ID": "0", "ELASTIC_AGENT_PS_SECRET": "hunter", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        env={**os.environ, **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    [line] = done.stderr.splitlines()
+    assert "ELASTIC_AGENT_PS_SECRET must have 16 characters or more, not 6" in line
+    assert (done.returncode, done.stdout, "hunter" in line) == (2, "", False)
 
 
 @pytest.mark.parametrize(

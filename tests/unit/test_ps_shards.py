@@ -110,7 +110,7 @@ def test_a_new_worker_begins_with_the_current_step() -> None:
     assert shard.progress.done == 4
 
 
-def test_a_push_for_a_step_that_is_over_is_left_out_and_the_answer_says_so() -> None:
+def test_a_push_for_a_step_that_is_over_is_ignored_and_the_answer_says_so() -> None:
     shard = shard_with(SYNC, A)
     do(shard, shard.push(A, push_of(1, 1), NOW_S))
     assert do(shard, shard.push(B, push_of(1, 1), NOW_S)) == 0

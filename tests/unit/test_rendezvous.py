@@ -37,11 +37,10 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def let_go() -> None:
     """Release the locks, as the end of an agent does."""
-    while standalone._claims:
-        os.close(standalone._claims.pop())
+    standalone.release_claims()
 
 
-def test_nothing_said_is_a_job_of_this_machine() -> None:
+def test_a_job_without_options_runs_on_this_machine() -> None:
     for meeting in (meet(), meet(np="1"), meet(standalone=True), meet(ips="127.0.0.1")):
         assert meeting.access.endpoints == ()
         assert meeting.address == "127.0.0.1"
@@ -68,7 +67,7 @@ def test_a_second_one_at_the_same_time_is_another_job(capsys: pytest.CaptureFixt
     assert meet().job.job_id == first
 
 
-def test_one_that_has_finished_is_begun_anew(tmp_path: Path) -> None:
+def test_a_finished_job_is_started_over(tmp_path: Path) -> None:
     first = meet().job.job_id
     let_go()
     standalone.note_finished(first)
@@ -79,6 +78,28 @@ def test_one_that_has_finished_is_begun_anew(tmp_path: Path) -> None:
     assert meet().job.job_id == f"{first}-2"
     let_go()
     assert meet().job.job_id == f"{first}-2", "which has not"
+
+
+def test_the_lock_file_is_removed_at_the_end(tmp_path: Path) -> None:
+    meet()
+    assert [path.suffix for path in (tmp_path / "log").iterdir()] == [".lock"]
+    let_go()
+    assert list((tmp_path / "log").iterdir()) == []
+
+
+def test_a_lock_on_a_removed_file_is_not_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another agent has opened the file before its holder removed it, and locks it after that."""
+    lock, path = standalone.fcntl.flock, tmp_path / "lock"
+
+    def remove_and_lock(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        lock(fd, how)
+
+    monkeypatch.setattr(standalone.fcntl, "flock", remove_and_lock)
+    assert standalone._try_lock(path)
+    assert path.exists()
+    assert not standalone._try_lock(path)
 
 
 def test_where_no_lock_can_be_made_the_line_is_the_job_all_the_same(tmp_path: Path) -> None:

@@ -17,22 +17,19 @@ from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, Worke
 from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
-from agent.roles.core import (
-    Effect,
-    Event,
-    Local,
+from agent.roles.core import Local, RoleState, step
+from agent.roles.events import (
     ProcessExited,
     ReplicaReported,
-    RoleState,
+    RoleEffect,
+    RoleEvent,
     RoleViewChanged,
     StartProcess,
     TerminateProcess,
     WriteRecord,
     WriteRoleResult,
     WriteShardMap,
-    step,
 )
-from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, RolePlan, RoleProcess, is_asked_for, plan
 from agent.roles.shards import ReplicaReport, first_map
@@ -44,6 +41,7 @@ from agent.store.api import Put
 from agent.store.keys import encode
 from agent.store.memory import MemoryStore
 from agent.store.mirror import Mirror
+from agent.workers.role_environment import RoleFacts, role_environment
 from trainer_runtime.contract import EXIT_NO_RESTART
 from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
@@ -97,14 +95,14 @@ def test_what_describes_no_job_is_refused_in_one_line(options: dict[str, Any], w
     assert why in str(refused.value)
 
 
-def test_a_plan_is_told_in_a_record() -> None:
+def test_a_plan_is_written_as_a_record() -> None:
     made = plan_of(servers="10.0.0.1:6170", workers="10.0.0.1,10.0.0.2", heter_workers="10.0.0.2", http_port=1234)
     processes = tuple((process.kind, process.machine, process.port) for process in made.processes)
     spec = RoleSpec(run="r", secret="s", processes=processes, heter_device=made.heter_device, http_port=made.http_port)
     assert spec.plan() == made
 
 
-def test_ports_that_are_not_said_are_found_where_there_is_one_machine() -> None:
+def test_ports_that_are_not_given_are_found_if_there_is_one_machine() -> None:
     made = plan_of(server_num=1, worker_num=2)
     free = iter(range(40000, 41000))
     found = made.with_ports(lambda machine: next(free) + 1000 * (machine != "127.0.0.1"))
@@ -165,7 +163,7 @@ def test_heterogeneous_workers_have_the_gpus_and_are_workers_like_others() -> No
     assert (heter["PADDLE_TRAINER_ID"], heter["PADDLE_TRAINERS_NUM"]) == ("3", "4")
 
 
-def test_who_may_get_into_etcd_is_told_to_nobody() -> None:
+def test_the_credentials_of_etcd_are_shown_nowhere() -> None:
     assert "ELASTIC_AGENT_ETCD_PASSWORD" not in told(
         plan_of(server_num=1, worker_num=1), "worker-0", ELASTIC_AGENT_ETCD_PASSWORD="x"
     )
@@ -189,7 +187,7 @@ class Agent:
         self.now = 0.0
         self.last = self.do(RoleViewChanged(self.view))
 
-    def do(self, event: Any) -> list[Effect]:  # noqa: ANN401 - one of the core's
+    def do(self, event: Any) -> list[RoleEffect]:  # noqa: ANN401 - one of the core's
         self.state, effects = step(self.state, event, self.now)
         for effect in effects:
             if isinstance(effect, WriteRecord):
@@ -197,11 +195,11 @@ class Agent:
         self.last = effects
         return effects
 
-    def see(self, **changed: Any) -> list[Effect]:  # noqa: ANN401 - parts of a view
+    def see(self, **changed: Any) -> list[RoleEffect]:  # noqa: ANN401 - parts of a view
         self.view = replace(self.view, **changed)
         return self.do(RoleViewChanged(self.view))
 
-    def end(self, process: RoleProcess, code: int, why: str = "ended") -> list[Effect]:
+    def end(self, process: RoleProcess, code: int, why: str = "ended") -> list[RoleEffect]:
         return self.do(ProcessExited(process, self.state.locals[process].incarnation, code, why))
 
     def starts(self) -> list[tuple[str, int]]:
@@ -220,7 +218,7 @@ def test_nothing_is_started_before_etcd_was_seen() -> None:
     assert step(state, Ticked(), 0.0)[1] == []
 
 
-def test_who_fails_is_started_again_and_nobody_else() -> None:
+def test_only_a_process_that_fails_is_restarted() -> None:
     agent = Agent()
     agent.end(SERVER, 137, "was killed by SIGKILL")
     assert agent.starts() == [("server-0", 2)]
@@ -299,7 +297,7 @@ def test_one_that_is_stopped_is_not_done_and_goes_on_later_with_its_rows() -> No
     assert agent.end(SERVER, 0) == [Exit(0, "stopped by u")]
 
 
-def test_a_signal_ends_what_is_here_and_says_nothing_of_the_job() -> None:
+def test_a_signal_ends_the_local_processes_and_does_not_end_the_job() -> None:
     agent = Agent()
     assert agent.do(StopAsked(15)) == [TerminateProcess(MINE)]
     agent.end(MINE, 143)
@@ -319,13 +317,13 @@ def test_a_lost_machines_workers_are_waited_for_only_while_nobody_has_done_its_p
     assert agent.result() == RoleResult(code=0, sentence="the job is done, without worker-1")
 
 
-def test_an_agents_own_workers_are_waited_for_whatever_etcd_says() -> None:
+def test_an_agents_own_workers_are_waited_for_whatever_the_records_in_etcd_are() -> None:
     agent = Agent()
     agent.see(nodes=(), processes={**agent.view.processes, "worker-1": DONE})
     assert agent.result() is None
 
 
-def test_who_comes_back_when_the_job_was_begun_anew_ends_what_it_has_and_leaves() -> None:
+def test_an_agent_that_returns_after_the_job_was_restarted_ends_its_workers_and_leaves() -> None:
     agent = Agent()
     other = RoleSpec(run="another", secret="s", processes=(), heter_device="gpu", http_port=0)
     assert agent.see(spec=other, processes={}) == [TerminateProcess(MINE)]
@@ -370,7 +368,7 @@ def test_a_spec_that_was_reset_is_not_written_again() -> None:
     assert store.read(keys.everything()).items == shown
 
 
-def test_an_agent_of_a_job_that_has_ended_says_how() -> None:
+def test_an_agent_of_a_job_that_has_ended_reports_how() -> None:
     state = RoleState(PLAN, "r", "10.0.0.1", 2, 60.0)
     ended = RoleView(1, SPEC, HERE, {}, RoleResult(code=3, sentence="all workers failed"))
     _, effects = step(state, RoleViewChanged(ended), 0.0)
@@ -392,7 +390,7 @@ def test_an_event_of_a_process_that_is_gone_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("code", [0, EXIT_NO_RESTART])
-def test_a_server_that_ends_on_its_own_is_started_again_whatever_it_says(code: int) -> None:
+def test_a_server_that_ends_on_its_own_is_restarted_whatever_its_exit_code(code: int) -> None:
     """SIGTERM by somebody else ends it with 0, and the workers still need it."""
     agent = Agent(max_restarts=1)
     agent.end(SERVER, code, "")
@@ -402,7 +400,7 @@ def test_a_server_that_ends_on_its_own_is_started_again_whatever_it_says(code: i
     assert agent.result() == RoleResult(code=1, sentence="server-0 failed too often: ended, although the job has not")
 
 
-def test_a_server_that_ends_before_its_turn_says_nothing_of_itself() -> None:
+def test_a_server_that_ends_before_its_turn_does_not_decide_the_result() -> None:
     """Who ends the agent may end its processes too."""
     agent = Agent(max_restarts=0)
     agent.do(StopAsked(15))
@@ -428,7 +426,7 @@ WHOLE = ShardMap(
 )
 
 
-def placing(state: RoleState, event: Event, now: float) -> tuple[RoleState, ShardMap | None]:
+def placing(state: RoleState, event: RoleEvent, now: float) -> tuple[RoleState, ShardMap | None]:
     state, effects = step(state, event, now)
     return state, next((effect.map for effect in effects if isinstance(effect, WriteShardMap)), None)
 
@@ -473,7 +471,7 @@ def test_after_an_outage_nobody_is_taken_for_lost_for_a_while(finds: str) -> Non
     assert placing(state, Ticked(), back_at + 5.1)[1] is not None
 
 
-def test_who_may_be_lost_is_not_asked_to_join() -> None:
+def test_a_node_that_may_be_lost_is_not_asked_to_join() -> None:
     plan = replace(COPIED, processes=(*COPIED.processes, RoleProcess("server", 2, "10.0.0.3", 1)))
     state = RoleState(plan, "r", "10.0.0.1", 2, 60.0, 5.0)
     alone = ShardMap(
@@ -499,14 +497,18 @@ def test_a_server_whose_record_was_lost_is_the_last_one_that_the_map_names() -> 
         assert made.places[1].primary == ShardServer(0, 1)
 
 
-def test_what_a_server_says_of_a_copy_counts_once_for_the_map_that_it_goes_by() -> None:
+def test_a_servers_report_on_a_replica_counts_once_for_the_map_that_it_uses() -> None:
     state, _ = placing(RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0), copied(), 0.0)
-    assert placing(state, ReplicaReported(ReplicaReport(4, 7, is_whole=True)), 1.0)[1] is None, "there is no such shard"
-    state, made = placing(state, ReplicaReported(ReplicaReport(4, 0, is_whole=False)), 0.0)
+    assert placing(state, ReplicaReported(ReplicaReport(4, 7, is_complete=True)), 1.0)[1] is None, (
+        "there is no such shard"
+    )
+    state, made = placing(state, ReplicaReported(ReplicaReport(4, 0, is_complete=False)), 0.0)
     assert made is not None
     assert made.places[0] == ShardPlace(1, ShardServer(0, 1), None, ShardServer(1, 1))
     assert placing(state, Ticked(), 1.0)[1] is None, "it is under way"
-    assert placing(state, ReplicaReported(ReplicaReport(4, 1, is_whole=False)), 1.0)[1] is None, "one after the other"
+    assert placing(state, ReplicaReported(ReplicaReport(4, 1, is_complete=False)), 1.0)[1] is None, (
+        "one after the other"
+    )
 
 
 def test_a_map_that_etcd_has_lost_is_written_again_as_it_was() -> None:
@@ -571,7 +573,7 @@ def test_an_outage_is_logged_once_and_not_while_etcd_was_never_missed(
     ]
 
 
-def test_a_servers_port_that_another_program_has_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_servers_port_that_another_program_has_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameter_servers, "_FREE_WITHIN_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

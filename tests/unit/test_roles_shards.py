@@ -12,11 +12,11 @@ def whole(servers: int) -> ShardMap:
     """Of servers that have all had their copies."""
     made = first_map(servers, replicas=1)
     for shard in range(servers):
-        made = apply_report(made, ReplicaReport(made.number, shard, is_whole=True))
+        made = apply_report(made, ReplicaReport(made.number, shard, is_complete=True))
     return ShardMap(1, made.places)
 
 
-def test_a_map_is_told_in_json() -> None:
+def test_a_map_is_sent_as_json() -> None:
     h = ShardServer
     made = ShardMap(3, (ShardPlace(1, h(0, 1)), ShardPlace(2, h(1, 2), h(0, 1)), ShardPlace(1, h(2, 1), None, h(1, 2))))
     assert map_of(made.to_json()) == made
@@ -46,7 +46,7 @@ def test_a_lost_primary_is_followed_by_its_replica_and_another_joins() -> None:
 def test_a_server_that_is_started_again_joins() -> None:
     made = next_map(whole(2), {0: 2, 1: 1}, replicas=1)
     assert made.places[0] == ShardPlace(1, ShardServer(1, 1), None, ShardServer(0, 2))
-    made = apply_report(made, ReplicaReport(made.number, 0, is_whole=True))
+    made = apply_report(made, ReplicaReport(made.number, 0, is_complete=True))
     assert made.places[0] == ShardPlace(1, ShardServer(1, 1), ShardServer(0, 2))
 
 
@@ -65,28 +65,28 @@ def test_without_replicas_a_shard_waits_for_its_own_server() -> None:
     assert made.places[0] == ShardPlace(made.number, ShardServer(0, 2))
 
 
-def test_what_is_said_of_an_older_map_does_not_count() -> None:
+def test_a_report_on_an_older_map_does_not_count() -> None:
     made = next_map(whole(2), {0: 2, 1: 1}, replicas=1)
-    assert apply_report(made, ReplicaReport(1, 0, is_whole=True)) is made
-    assert apply_report(made, ReplicaReport(1, 0, is_whole=False)) is made
+    assert apply_report(made, ReplicaReport(1, 0, is_complete=True)) is made
+    assert apply_report(made, ReplicaReport(1, 0, is_complete=False)) is made
 
 
 def test_a_replica_that_does_not_answer_joins_anew() -> None:
-    made = apply_report(whole(2), ReplicaReport(1, 1, is_whole=False))
+    made = apply_report(whole(2), ReplicaReport(1, 1, is_complete=False))
     assert made.places[1] == ShardPlace(1, ShardServer(1, 1), None, ShardServer(0, 1))
 
 
-def test_what_is_said_of_no_shard_or_of_what_is_known_changes_nothing() -> None:
+def test_a_report_on_no_shard_or_on_a_known_fact_changes_nothing() -> None:
     made = whole(2)
     for said in (
-        ReplicaReport(1, 2, is_whole=True),
-        ReplicaReport(1, -1, is_whole=False),
-        ReplicaReport(1, 0, is_whole=True),
+        ReplicaReport(1, 2, is_complete=True),
+        ReplicaReport(1, -1, is_complete=False),
+        ReplicaReport(1, 0, is_complete=True),
     ):
         assert apply_report(made, said) is made
 
 
-def test_who_may_be_lost_keeps_what_it_has_and_gets_no_more() -> None:
+def test_a_node_that_may_be_lost_keeps_its_shards_and_gets_no_more() -> None:
     made = next_map(whole(3), {0: 2, 1: 1, 2: 1}, {0, 1}, replicas=1)
     assert made.places[1] == ShardPlace(1, ShardServer(1, 1), ShardServer(2, 1))
     assert made.places[0] == ShardPlace(1, ShardServer(1, 1), None, ShardServer(0, 2))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fake_agent import FakeAgent
+from fake_agent import FakeAgent, start_without_agent
 
 import trainer_runtime as tr
-from trainer_runtime import contract, writer
+from trainer_runtime import writer
 from trainer_runtime.manifest import stem_of
 from trainer_runtime.resume import StartingPoint
 from trainer_runtime.writer import Writer
@@ -31,13 +31,11 @@ BOUND_S = 120.0
 @pytest.fixture(autouse=True)
 def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without an agent's variables."""
-    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
-        monkeypatch.delenv(name, raising=False)
-    tr.init()
+    start_without_agent(monkeypatch)
 
 
 class Disk:
-    """A disk that stands still until it is told to go on."""
+    """A disk that hangs until it is allowed to continue."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.goes = threading.Event()
@@ -100,7 +98,7 @@ def test_the_next_save_waits_for_the_disk(tmp_path: Path, disk: Disk) -> None:
     assert disk.written == 2
 
 
-def test_the_copy_is_let_go_while_the_verdict_is_awaited(tmp_path: Path) -> None:
+def test_the_copy_is_released_while_the_verdict_is_awaited(tmp_path: Path) -> None:
     """An outage of etcd may take an hour."""
     agent, is_back = FakeAgent(), threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
@@ -148,7 +146,7 @@ def test_a_wait_for_the_verdict_may_be_bounded(tmp_path: Path) -> None:
     agent.close()
 
 
-def test_an_error_in_the_background_is_told_at_once_and_raised_to_who_waits(
+def test_an_error_in_the_background_is_reported_at_once_and_raised_to_the_waiting_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_args: object) -> None:

@@ -87,10 +87,10 @@ def committed(**changed: object) -> dict[str, Any]:
         b"[]",
         b"{}",
         json.dumps(NO).encode(),
-        b'{"resume": {"copy": {"run": "us", "group": 1}, "checkpoint": null}}',
-        b'{"resume": {"copy": {"run": "us", "group": 1, "step": "10", "save": 0}, "checkpoint": null}}',
+        b'{"restore_point": {"copy": {"run": "us", "group": 1}, "checkpoint": null}}',
+        b'{"restore_point": {"copy": {"run": "us", "group": 1, "step": "10", "save": 0}, "checkpoint": null}}',
         *(
-            json.dumps({"resume": {"copy": COPY, "checkpoint": committed(**changed)}}).encode()
+            json.dumps({"restore_point": {"copy": COPY, "checkpoint": committed(**changed)}}).encode()
             for changed in (
                 {"name": "../x"},
                 {"name": stem_of("us", 1, 11)},
@@ -110,7 +110,9 @@ def test_what_is_no_answer_is_an_error(ends: tuple[socket.socket, AgentChannel],
 
 
 def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, AgentChannel]) -> None:
-    ends[0].send(json.dumps({"resume": {"copy": COPY, "new": 1, "checkpoint": committed(new=1)}, "new": 1}).encode())
+    ends[0].send(
+        json.dumps({"restore_point": {"copy": COPY, "new": 1, "checkpoint": committed(new=1)}, "new": 1}).encode()
+    )
     told = ends[1].ask_restore_point()
     assert told.copy == StateId("us", 1, 10)
     assert told.checkpoint
@@ -120,7 +122,7 @@ def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, AgentCha
 LEAVE = b'{"leave": true}'
 
 
-def test_a_rank_that_is_told_to_leave_in_time_leaves(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_a_rank_that_is_answered_in_time_leaves(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[0].send(LEAVE)
     assert ends[1].ask_leave(BOUND_S)
     assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"ask": "leave"}
@@ -146,12 +148,12 @@ def test_a_channel_may_have_a_high_number() -> None:
             assert made.ask_leave(BOUND_S)
 
 
-def test_a_rank_that_nobody_answers_goes_on_and_a_late_word_confuses_no_later_question(
+def test_a_rank_without_an_answer_continues_and_a_late_answer_confuses_no_later_question(
     ends: tuple[socket.socket, AgentChannel],
 ) -> None:
     assert not ends[1].ask_leave(0.01)
     ends[0].send(LEAVE)
-    ends[0].send(json.dumps({"resume": {"copy": None, "checkpoint": None}}).encode())
+    ends[0].send(json.dumps({"restore_point": {"copy": None, "checkpoint": None}}).encode())
     assert ends[1].ask_restore_point().copy is None
 
 
@@ -165,7 +167,9 @@ def test_whether_to_leave_is_not_asked_while_a_checkpoint_waits_for_its_verdict(
         ends[0].recv(contract.MESSAGE_BYTES)
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence_of_bounded_length(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_an_unreadable_checkpoint_is_described_in_a_sentence_of_bounded_length(
+    ends: tuple[socket.socket, AgentChannel],
+) -> None:
     ends[1].report_unreadable("x" * 10**6)
     assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"unreadable": "x" * 1000}
 
@@ -180,9 +184,9 @@ def test_a_verdict_on_another_checkpoint_is_an_error(ends: tuple[socket.socket, 
 
 
 def test_where_to_resume_is_asked_once(ends: tuple[socket.socket, AgentChannel]) -> None:
-    ends[0].send(b'{"resume": {"copy": null, "checkpoint": null}}')
+    ends[0].send(b'{"restore_point": {"copy": null, "checkpoint": null}}')
     assert ends[1].ask_restore_point() == ends[1].ask_restore_point()
-    assert ends[0].recv(100) == b'{"ask": "resume"}'
+    assert ends[0].recv(100) == b'{"ask": "restore_point"}'
 
 
 def test_the_end_of_the_agent_ends_the_wait() -> None:
@@ -243,18 +247,18 @@ def test_without_an_agent_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None
     assert agent_channel.open_channel() is None
 
 
-def test_a_process_that_the_agent_did_not_start_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_the_agent_did_not_start_gets_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(contract.CHANNEL_FD, "1000")
     with pytest.raises(RuntimeError, match="the agent talks to the process that it started"):
         agent_channel.open_channel()
 
 
-def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, AgentChannel]) -> None:
+def test_a_report_of_a_snapshot_does_not_block(ends: tuple[socket.socket, AgentChannel]) -> None:
     """Neither for an agent that has no time to listen, nor for one that is gone."""
     agent, ours = ends
     for step in range(10_000):
         ours.report_snapshot(step)
-    assert json.loads(agent.recv(contract.MESSAGE_BYTES)) == {"snapped": {"step": 0}}
+    assert json.loads(agent.recv(contract.MESSAGE_BYTES)) == {"snapshot": {"step": 0}}
     agent.close()
     ours.report_snapshot(10_000)
 
@@ -262,7 +266,7 @@ def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, Agen
 def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, ours = ends
     piece = {"kind": "part", "rank": 3, "at": 4096, "bytes": 64, "sum": 5, "world_size": 4}
-    told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
+    told = {"restore_point": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
     memory = os.memfd_create("test")
     os.write(memory, b"held")
     socket.send_fds(agent, [json.dumps(told).encode()], [memory])
@@ -280,7 +284,7 @@ def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket,
 def test_pieces_without_their_descriptors_are_no_answer(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, ours = ends
     piece = {"kind": "common", "rank": 0, "at": 4096, "bytes": 64, "sum": 5, "world_size": 1}
-    told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
+    told = {"restore_point": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
     agent.send(json.dumps(told).encode())
-    with pytest.raises(ChannelError, match="where to resume"):
+    with pytest.raises(ChannelError, match="the restore point"):
         ours.ask_restore_point()

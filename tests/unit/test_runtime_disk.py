@@ -172,7 +172,7 @@ def test_a_disk_full_at_the_last_step_does_not_fail_a_training_that_can_be_saved
     assert sorted(saved) == [1, 2]
 
 
-def test_a_disk_still_full_at_the_end_is_said_at_the_end(tmp_path: Path, state: tr.State) -> None:
+def test_a_disk_still_full_at_the_end_is_reported_at_the_end(tmp_path: Path, state: tr.State) -> None:
     epochs = state.epochs(1)
     next(epochs)
     with full_disk():

@@ -155,7 +155,9 @@ def test_files_that_no_record_names_are_never_deleted(tmp_path: Path, agent: Fak
     assert set(names(tmp_path)) == {*others, *stems(72, group=7)}
 
 
-def test_an_agent_that_ends_before_the_verdict_said_neither_yes_nor_no(tmp_path: Path, agent: FakeAgent) -> None:
+def test_an_agent_that_ends_before_the_verdict_has_neither_committed_nor_refused(
+    tmp_path: Path, agent: FakeAgent
+) -> None:
     """So the files stay: the record may name them."""
     writer = new_writer(tmp_path, agent)
     agent.is_mute = True
@@ -167,7 +169,7 @@ def test_an_agent_that_ends_before_the_verdict_said_neither_yes_nor_no(tmp_path:
         write(writer, 20)
 
 
-def test_a_failing_disk_after_the_yes_leaves_the_rename_to_whoever_resumes(
+def test_a_disk_that_fails_after_the_commit_leaves_the_rename_to_the_next_reader(
     tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = new_writer(tmp_path, agent, keep=1)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from fake_agent import start_without_agent
 from torch import nn
 
 import trainer_runtime as tr
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without an agent's variables."""
-    for name in (contract.RUN_ID, contract.GROUP, contract.CONTROL_FD, contract.CHANNEL_FD):
-        monkeypatch.delenv(name, raising=False)
-    tr.init()
+    start_without_agent(monkeypatch)
 
 
 def a_state(directory: Path, model: nn.Module, *, check_finite: bool = True) -> tr.State:

@@ -61,7 +61,7 @@ def ranks(connect: Callable[[], RankMessages]) -> Iterator[Callable[..., list[Ra
 
 
 def train(rank: Rank, together: threading.Barrier, steps: int, *, wanted_at: int) -> int | None:
-    """Take steps in lock-step, as collectives have it; see the wish at this one; return where the ranks stopped."""
+    """Take steps in lock-step, as collectives have it; see the request at this one; return where the ranks stopped."""
     for step in range(1, steps):
         together.wait(BOUND_S)
         if step == wanted_at:
@@ -72,7 +72,7 @@ def train(rank: Rank, together: threading.Barrier, steps: int, *, wanted_at: int
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ranks_that_see_the_wish_at_different_steps_stop_after_the_same_one(
+def test_ranks_that_see_the_request_at_different_steps_stop_after_the_same_one(
     ranks: Callable[..., list[Rank]], seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -140,13 +140,13 @@ def test_all_leave_once_it_is_saved_and_their_agents_say_so(ranks: Callable[...,
     assert len(saved) == 2
 
 
-def test_a_rank_that_is_not_told_to_leave_trains_on(ranks: Callable[..., list[Rank]]) -> None:
+def test_a_rank_without_an_answer_to_leave_continues_training(ranks: Callable[..., list[Rank]]) -> None:
     (alone,) = ranks(1, wait_s=0.05)
     alone.agent.is_over = False
     alone.page.handoff = 1
     assert alone.handoff.should_stop_after(5)
     assert not save_and_wait(alone, lambda _number: True)
-    assert alone.page.stopped == 0
+    assert alone.page.quiesced == 0
 
 
 def test_if_saving_fails_nobody_leaves(ranks: Callable[..., list[Rank]]) -> None:
@@ -154,7 +154,7 @@ def test_if_saving_fails_nobody_leaves(ranks: Callable[..., list[Rank]]) -> None
     with ThreadPoolExecutor(2) as pool:
         left = list(pool.map(lambda rank: save_and_wait(rank, lambda _number: rank is not them[0]), them))
     assert left == [False, False]
-    assert [rank.page.stopped for rank in them] == [0, 0]
+    assert [rank.page.quiesced for rank in them] == [0, 0]
 
 
 def test_if_rank_0_takes_too_long_to_save_nobody_leaves(
@@ -165,7 +165,7 @@ def test_if_rank_0_takes_too_long_to_save_nobody_leaves(
     monkeypatch.setattr(other.handoff._messages, "wait_for_proposal", lambda _name, _within_s=0.0: None)
     assert not save_and_wait(other, lambda _number: True)
     assert not save_and_wait(main, lambda _number: True)
-    assert [rank.page.stopped for rank in (main, other)] == [0, 0]
+    assert [rank.page.quiesced for rank in (main, other)] == [0, 0]
 
 
 def test_a_rank_is_seen_to_stand_still_while_it_saves(ranks: Callable[..., list[Rank]]) -> None:
@@ -174,8 +174,8 @@ def test_a_rank_is_seen_to_stand_still_while_it_saves(ranks: Callable[..., list[
     alone.page.handoff = 4
     assert alone.handoff.should_stop_after(5)
     seen: list[int] = []
-    assert save_and_wait(alone, lambda _number: not seen.append(alone.page.stopped))
-    assert [*seen, alone.page.stopped] == [4, 4]
+    assert save_and_wait(alone, lambda _number: not seen.append(alone.page.quiesced))
+    assert [*seen, alone.page.quiesced] == [4, 4]
 
 
 @pytest.mark.parametrize("has_failed", [None, 0, 1])
@@ -199,7 +199,7 @@ def test_where_snapshots_are_enough_a_checkpoint_is_saved_only_if_a_rank_takes_n
         assert all(pool.map(leave, them))
     assert snapped == [7, 7]
     assert saved == ([] if has_failed is None else [3, 3])
-    assert [rank.agent.stood for rank in them] == ([[(3, 7)]] * 2 if has_failed is None else [[], []])
+    assert [rank.agent.quiesced for rank in them] == ([[(3, 7)]] * 2 if has_failed is None else [[], []])
 
 
 def test_if_a_rank_takes_no_snapshot_in_time_a_checkpoint_is_saved(ranks: Callable[..., list[Rank]]) -> None:
@@ -209,7 +209,7 @@ def test_if_a_rank_takes_no_snapshot_in_time_a_checkpoint_is_saved(ranks: Callab
     saved: list[int] = []
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rank: rank.handoff.save_and_wait(7, lambda _: True, lambda n: not saved.append(n)), them))
-    assert (len(saved), [rank.agent.stood for rank in them]) == (2, [[], []])
+    assert (len(saved), [rank.agent.quiesced for rank in them]) == (2, [[], []])
 
 
 def test_what_is_posted_is_taken_once(connect: Callable[[], RankMessages]) -> None:

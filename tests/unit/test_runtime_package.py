@@ -67,7 +67,7 @@ def test_backend_by_devices(
         ("gloo nccl nccl", "gloo", "1 of 3 have no GPU of their own, rank 0 for one"),
     ],
 )
-def test_all_ranks_agree_on_the_backend_and_one_says_what_was_lost(
+def test_all_ranks_agree_on_the_backend_and_one_reports_what_was_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], choices: str, agreed: str, said: str
 ) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # as in trainer_runtime.dist

@@ -78,14 +78,14 @@ def test_a_name_and_an_address_of_a_translation_are_listened_to_on_all(address: 
 
 
 @pytest.mark.usefixtures("store")
-def test_a_port_that_is_taken_is_said_in_the_words_that_the_agent_knows(port: int) -> None:
+def test_a_port_that_is_taken_is_reported_in_the_form_that_the_agent_recognizes(port: int) -> None:
     with pytest.raises(dist.DistNetworkError) as caught:
         open_rank_store(0, 1, BOUND)
     assert is_port_taken(str(caught.value), port)
 
 
 @pytest.mark.usefixtures("port")
-def test_a_rank_that_is_there_first_knocks_until_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_first_tries_to_connect_until_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch would sleep for half a second and more."""
     pauses: list[float] = []
     pause = time.sleep
@@ -149,14 +149,14 @@ def test_a_piece_that_was_changed_is_found_out(messages: RankMessages, stranger:
         messages.take("part", 1.0)
 
 
-def test_whoever_counts_along_brings_nobody_there(messages: RankMessages, stranger: Store) -> None:
+def test_a_strangers_count_does_not_complete_an_arrival(messages: RankMessages, stranger: Store) -> None:
     """A rank is told that all have come only when all have."""
     stranger.add(f"{private_prefix(KEY)}board/arrived", 5)
     assert [messages.arrive("arrived", rank, 3) for rank in (0, 2)] == [False, False]
     assert messages.arrive("arrived", 1, 3)
 
 
-def test_the_last_to_come_is_told_so(messages: RankMessages) -> None:
+def test_the_last_to_arrive_learns_that_it_is_the_last(messages: RankMessages) -> None:
     assert [messages.arrive("arrived", rank, 3) for rank in range(3)] == [False, False, True]
 
 
@@ -169,7 +169,7 @@ def test_without_a_key_values_are_as_they_are(stranger: Store) -> None:
     assert private_prefix(b"") == ""
 
 
-def test_the_key_of_a_rank_is_its_groups_and_does_not_tell_the_secret() -> None:
+def test_the_key_of_a_rank_is_its_groups_and_does_not_reveal_the_secret() -> None:
     from unit.test_workers_environment import GROUP, group, member  # noqa: PLC0415
 
     from agent.workers.environment import _ranks_key  # noqa: PLC0415 - what is tested is not for others

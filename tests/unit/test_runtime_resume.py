@@ -303,7 +303,7 @@ def test_a_state_saves_and_resumes_through_the_agent(tmp_path: Path, agent: Fake
 
 
 @pytest.mark.usefixtures("under_agent")
-def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
+def test_a_directory_whose_server_is_gone_is_reported_as_unreadable(
     tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there are others, they all look at it first: nobody may fall over it there."""
@@ -312,7 +312,7 @@ def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
     monkeypatch.setattr(restoring, "world_size", lambda: 2)
     with pytest.raises(SystemExit):
         tr.State(best=0.0).restore()
-    wait_for(lambda: agent.unreadable, "the agent hears of it")
+    wait_for(lambda: agent.unreadable, "the agent is notified")
     assert [str(tmp_path) in said for said in agent.unreadable] == [True]
 
 
@@ -340,7 +340,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, directory: Path, number: int, *names: 
 
 
 @pytest.mark.usefixtures("under_agent")
-def test_training_goes_on_after_a_no(agent: FakeAgent, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_continues_after_a_refused_commit(agent: FakeAgent, capsys: pytest.CaptureFixture[str]) -> None:
     state = tr.State(save_every=1, best=0.0)
     state.restore()
     agent.refuses = "group 7 has been formed since"

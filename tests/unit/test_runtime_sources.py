@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fake_agent import start_without_agent
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trainer_runtime as tr
-from trainer_runtime import contract
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +24,7 @@ ITEMS = 9
 @pytest.fixture(autouse=True)
 def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without an agent's variables."""
-    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
-        monkeypatch.delenv(name, raising=False)
-    tr.init()
+    start_without_agent(monkeypatch)
 
 
 class Stream(IterableDataset[int]):
@@ -130,7 +128,7 @@ def test_a_stream_that_is_drawn_from_within_the_steps_is_none_of_their_source(tm
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_source_whose_state_does_not_tell_of_an_item_is_refused(tmp_path: Path, *, is_wrapped: bool) -> None:
+def test_a_source_whose_state_does_not_change_with_an_item_is_refused(tmp_path: Path, *, is_wrapped: bool) -> None:
     """It would yield that item again after a restart."""
     stream = CountsLate()
     state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fake_agent import FakeAgent
+from fake_agent import FakeAgent, agent_of_this_process, control_page, start_without_agent
 from waiting import wait_for
 
 import trainer_runtime as tr
@@ -30,38 +28,24 @@ BOUND_S = 60.0
 @pytest.fixture(autouse=True)
 def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without an agent's variables."""
-    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
-        monkeypatch.delenv(name, raising=False)
-    tr.init()
+    start_without_agent(monkeypatch)
 
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
-    page, descriptor = contract.ControlPage.create("test")
     monkeypatch.setattr(phases, "_phases", phases._Phases())
-    monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
-    yield page
-    os.close(descriptor)
-    page.close()
+    with control_page(monkeypatch) as page:
+        yield page
 
 
 @pytest.fixture
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
-    made = FakeAgent()
-    agent_channel._open_once.cache_clear()
-    variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
-    for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv(contract.HANDOFF_WAIT_S, "60")
     monkeypatch.setattr(state_, "restart_at_exit", lambda: None)  # it would end the tests
     assert page.step == 0
-    yield made
-    taken = agent_channel.open_channel()
-    assert taken
-    taken._sock.detach()
-    agent_channel._open_once.cache_clear()
-    made.close()
+    with agent_of_this_process(tmp_path, monkeypatch) as agent:
+        yield agent
 
 
 def test_a_phase_is_shown_to_the_agent_as_long_as_the_outermost_lasts(page: contract.ControlPage) -> None:
@@ -104,7 +88,7 @@ def test_what_comes_after_the_last_commit_of_an_epoch_runs_again_if_it_did_not_f
     assert done == ["0.0", "0.1", "eval 0", "eval 0", "finished 0", "1.0", "1.1", "eval 1", "finished 1"]
 
 
-def train_until_told(state: tr.State, page: contract.ControlPage, at: int) -> None:
+def train_until_asked(state: tr.State, page: contract.ControlPage, at: int) -> None:
     state.restore()
     for step in range(1, 10):
         if step == at:
@@ -117,26 +101,26 @@ def train_until_told(state: tr.State, page: contract.ControlPage, at: int) -> No
 def test_a_handoff_saves_and_leaves_for_a_restart(agent: FakeAgent, page: contract.ControlPage) -> None:
     state = tr.State(save_every=100, best=0.0)
     with pytest.raises(SystemExit) as left:
-        train_until_told(state, page, at=3)
-    assert (left.value.code, state.step, page.stopped) == (contract.EXIT_RESTART, 3, 4)
+        train_until_asked(state, page, at=3)
+    assert (left.value.code, state.step, page.quiesced) == (contract.EXIT_RESTART, 3, 4)
     assert [(asked["name"], asked["handoff"]) for asked in agent.asked] == [(stem_of("us", 3, 3), 4)]
 
 
-def test_a_framework_is_told_to_stop_instead(agent: FakeAgent, page: contract.ControlPage) -> None:
+def test_a_framework_is_asked_to_stop_instead(agent: FakeAgent, page: contract.ControlPage) -> None:
     state = tr.State(save_every=100, leave_on_handoff=False, best=0.0)
-    train_until_told(state, page, at=3)
+    train_until_asked(state, page, at=3)
     assert (state.should_stop, state.step, len(agent.asked)) == (True, 3, 1)
 
 
 def test_without_a_next_group_training_goes_on(
     agent: FakeAgent, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one wish stops it once only."""
+    """And one request stops it only once."""
     monkeypatch.setenv(contract.HANDOFF_WAIT_S, "0.2")
     agent.is_over = False
     state = tr.State(save_every=100, best=0.0)
-    train_until_told(state, page, at=3)
-    assert (state.step, state.should_stop, page.stopped) == (9, False, 0)
+    train_until_asked(state, page, at=3)
+    assert (state.step, state.should_stop, page.quiesced) == (9, False, 0)
     wait_for(lambda: agent.asked != [], "the agent is asked", BOUND_S)  # which is not waited for
     assert [asked["copy"]["step"] for asked in agent.asked] == [3]
 
@@ -175,7 +159,7 @@ def test_a_handoff_does_not_wait_for_a_verdict(
     is_back = threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(60)
     state = tr.State(save_every=save_every, best=0.0)
-    train_until_told(state, page, at=3)
+    train_until_asked(state, page, at=3)
     assert (state.step, state.should_stop) == (9, False)
     is_back.set()
     state.save()
@@ -188,21 +172,18 @@ def test_a_handoff_at_a_full_disk_trains_on(
     state = tr.State(checkpoint_dir=tmp_path / "place", save_every=100, best=0.0)
     state.restore()
     (tmp_path / "place").touch()  # nothing can be written below it
-    train_until_told(state, page, at=3)
-    assert (state.step, page.stopped, agent.asked) == (9, 0, [])
+    train_until_asked(state, page, at=3)
+    assert (state.step, page.quiesced, agent.asked) == (9, 0, [])
     assert "step 3 was NOT saved in" in capsys.readouterr().err
 
 
-def told_to(agent: FakeAgent) -> str:
+def answer_to(agent: FakeAgent) -> str:
     """Wait for what the agent is told; it gives no answer to that."""
-    give_up_at = time.monotonic() + BOUND_S
-    while not agent.unreadable:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.001)
+    wait_for(lambda: agent.unreadable, "the report", BOUND_S)
     return agent.unreadable[0]
 
 
-def test_a_checkpoint_that_cannot_be_read_is_told_to_the_agent(
+def test_a_checkpoint_that_cannot_be_read_is_reported_to_the_agent(
     agent: FakeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It knows what to do: another node may have it, or it comes back."""
@@ -214,16 +195,16 @@ def test_a_checkpoint_that_cannot_be_read_is_told_to_the_agent(
     with pytest.raises(SystemExit) as left:
         tr.State(best=0.0).restore()
     assert left.value.code == 1
-    sentence = told_to(agent)
+    sentence = answer_to(agent)
     assert sentence.startswith(f"the checkpoint in {tmp_path}: wanted the committed checkpoint")
     assert capsys.readouterr().err.splitlines()[-1] == f"trainer_runtime: cannot read {sentence}"
 
 
-def test_a_read_error_is_told_too(agent: FakeAgent, tmp_path: Path) -> None:
+def test_a_read_error_is_reported_too(agent: FakeAgent, tmp_path: Path) -> None:
     tmp_path.joinpath("loop").symlink_to("loop")
     with pytest.raises(SystemExit):
         tr.State(checkpoint_dir=tmp_path / "loop", best=0.0).restore()
-    assert "Too many levels of symbolic links" in told_to(agent)
+    assert "Too many levels of symbolic links" in answer_to(agent)
 
 
 def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:

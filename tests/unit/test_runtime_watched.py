@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fake_agent import FakeAgent
+from fake_agent import FakeAgent, agent_of_this_process, control_page, start_without_agent
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from waiting import wait_for
@@ -27,44 +27,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-VARIABLES = (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD)
-
 
 @pytest.fixture(autouse=True)
 def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without an agent's variables, and as a new process."""
-    for name in (*VARIABLES, contract.STACKS_FD):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(contract.STACKS_FD, raising=False)
     monkeypatch.setattr(phases, "_phases", phases._Phases())
-    tr.init()
+    start_without_agent(monkeypatch)
     monkeypatch.setattr(agent_channel.milestones, "joined", 0.0)
     monkeypatch.setattr(agent_channel.milestones, "loaded", 0.0)
 
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
-    page, descriptor = contract.ControlPage.create("test")
-    monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
-    yield page
-    os.close(descriptor)
-    page.close()
+    with control_page(monkeypatch) as page:
+        yield page
 
 
 @pytest.fixture
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
-    made = FakeAgent()
-    agent_channel._open_once.cache_clear()
-    variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
-    for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
-        monkeypatch.setenv(name, value)
     assert page.step == 0
-    yield made
-    taken = agent_channel.open_channel()
-    assert taken
-    taken._sock.detach()
-    agent_channel._open_once.cache_clear()
-    made.close()
+    with agent_of_this_process(tmp_path, monkeypatch) as agent:
+        yield agent
 
 
 @pytest.fixture
@@ -116,14 +101,14 @@ def test_no_steps_are_expected_while_it_restores_saves_and_after_the_last_epoch(
     assert page.phase == 0, "who restores is about to train"
 
 
-def test_the_first_step_is_told_once_with_the_times_on_the_way_to_it(agent: FakeAgent) -> None:
+def test_the_first_step_is_reported_once_with_the_times_of_the_milestones(agent: FakeAgent) -> None:
     began = agent_channel.boot_time()
     state = tr.State(best=0.0)
     for _ in state.epochs(1):
         for _ in state.steps(range(3)):
             state.commit()
-    wait_for(lambda: agent.began, "the message")
-    [told] = agent.began
+    wait_for(lambda: agent.started, "the message")
+    [told] = agent.started
     assert set(told) == {"entered", "joined", "loaded", "stepped", "step"}
     assert told["step"] == 1
     assert told["entered"] <= began <= told["joined"] <= told["loaded"] <= told["stepped"] <= agent_channel.boot_time()
@@ -140,10 +125,10 @@ def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
         ours._sock.close()
     finally:
         with_agent.close()
-    assert with_agent.began == []
+    assert with_agent.started == []
 
 
-def test_stacks_are_told_while_c_code_holds_the_interpreters_lock(page: contract.ControlPage, stacks: int) -> None:
+def test_stacks_are_dumped_while_c_code_holds_the_interpreters_lock(page: contract.ControlPage, stacks: int) -> None:
     register_stack_dump(page)
     register_stack_dump(page)
     assert signal.SIGRTMIN <= page.stacks <= signal.SIGRTMAX
@@ -153,7 +138,7 @@ def test_stacks_are_told_while_c_code_holds_the_interpreters_lock(page: contract
     )
     ctypes.PyDLL(None).usleep(900_000)  # PyDLL: keeps the lock. The signal cuts it short
     assert asker.wait() == 0
-    wait_for(lambda: b"in test_stacks_are_told_while_c_code_holds" in os.pread(stacks, 100_000, 0), "stacks")
+    wait_for(lambda: b"in test_stacks_are_dumped_while_c_code_holds" in os.pread(stacks, 100_000, 0), "stacks")
     text = os.pread(stacks, 100_000, 0).decode()
     assert f'File "{__file__}", line' in text
 

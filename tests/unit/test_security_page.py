@@ -76,7 +76,7 @@ def own_store() -> dist.Store:
     return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=BOUND)
 
 
-def test_the_store_of_a_script_that_opens_it_itself_takes_whoever_comes(own_store: dist.TCPStore) -> None:
+def test_the_store_that_a_script_opens_itself_accepts_any_client(own_store: dist.TCPStore) -> None:
     """On all interfaces, and without a secret."""
     assert {each for each, port in listening() if port == own_store.port} <= {"::", "0.0.0.0"}
     stranger = dist.TCPStore("127.0.0.1", own_store.port, is_master=False, wait_for_workers=False, timeout=BOUND)
@@ -87,7 +87,7 @@ def test_the_store_of_a_script_that_opens_it_itself_takes_whoever_comes(own_stor
     assert own_store.get("weights") == b"another's"
 
 
-def test_the_ranks_own_ports_take_whoever_comes(own_store: dist.TCPStore) -> None:
+def test_the_ranks_own_ports_accept_any_client(own_store: dist.TCPStore) -> None:
     """Gloo's here: a connection is accepted before anything is known of who calls."""
     before = listening()
     group = dist.ProcessGroupGloo(own_store, 0, 1, BOUND)

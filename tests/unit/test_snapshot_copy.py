@@ -54,7 +54,7 @@ class Rank:
         self.step += 1
 
     def replay(self) -> None:
-        """Take a step as a CUDA graph does that holds the optimizer's: no hook hears of it, and no tensor counts it."""
+        """Take a step as a CUDA graph does that holds the optimizer's: no hook is called, and no tensor counts it."""
         tensors = snapshot_copy._changed_by(self.opt)
         versions = snapshot_copy._versions(tensors)
         for tensor in tensors:
@@ -167,7 +167,7 @@ def test_the_next_step_waits_for_the_copy(rank: Rank, hold: Hold) -> None:
 
     def copy_at_last() -> None:
         wait_for(lambda: rank.copier._copying is None, "training waits for it", BOUND_S)
-        time.sleep(0.2)
+        time.sleep(0.2)  # the wait that is measured below
         hold.may_copy.set()
 
     threading.Thread(target=copy_at_last).start()
@@ -186,7 +186,7 @@ def assert_copied_at_once(rank: Rank, hold: Hold) -> None:
     assert_equal(rank.saved(rank.step - 1), expected)
 
 
-def test_what_a_step_changed_of_which_nobody_heard_is_copied_at_once(rank: Rank, hold: Hold) -> None:
+def test_the_changes_of_an_unobserved_step_are_copied_at_once(rank: Rank, hold: Hold) -> None:
     """The next one may change it as silently, while a thread would still copy."""
     rank.train()
     hold.may_copy.set()
@@ -199,7 +199,7 @@ def test_what_a_step_changed_of_which_nobody_heard_is_copied_at_once(rank: Rank,
     assert rank.told == [1, 2, 4, 6]
 
 
-def test_a_snapshot_before_any_step_was_heard_of_is_copied_at_once(
+def test_a_snapshot_before_any_observed_step_is_copied_at_once(
     rank: Rank, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_copy, "LEAST_BYTES", 1)
@@ -212,7 +212,7 @@ def test_a_snapshot_before_any_step_was_heard_of_is_copied_at_once(
 def test_once_a_step_is_captured_everything_is_copied_at_once(
     rank: Rank, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after a step that was heard of: a graph does the next one, maybe."""
+    """Also after a step that was observed: the next one may be done by a graph."""
     rank.train()
     with monkeypatch.context() as patch:
         patch.setattr(snapshot_copy, "_is_capturing", lambda: True)
@@ -225,7 +225,7 @@ def test_a_step_is_not_captured_where_there_is_no_gpu() -> None:
     assert not snapshot_copy._is_capturing()
 
 
-def test_of_several_optimizers_what_belongs_to_those_that_were_heard_is_copied_later(
+def test_of_several_optimizers_the_state_of_those_that_were_observed_is_copied_later(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What two of them have, only where both were."""
@@ -298,7 +298,7 @@ def test_what_is_small_is_copied_at_once() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer by its class alone, as those of frameworks are: its steps are another's, or nobody hears of them."""
+    """An optimizer by its class alone, as those of frameworks are: its steps are another's, or are not observed."""
 
     def __init__(self, inner: object) -> None:
         self.optimizer = inner
@@ -308,16 +308,16 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
 
-def test_a_wrapped_optimizers_steps_are_those_that_are_heard_of(rank: Rank) -> None:
+def test_the_steps_of_a_wrapped_optimizer_are_observed(rank: Rank) -> None:
     rank.train()
     layout = Flattener().flatten(rank.contents.read()).layout
-    wrapped, deaf = (
+    wrapped, unobserved = (
         SnapshotCopier(Contents({"model": rank.model, "opt": Wrapper(inner)}), rank.memory, rank.told.append)
         for inner in (rank.opt, None)
     )
     rank.opt.step()
     assert wrapped._split_up(layout).tensors
-    assert deaf._split_up(layout).tensors == []
+    assert unobserved._split_up(layout).tensors == []
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")

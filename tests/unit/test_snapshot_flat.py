@@ -100,7 +100,7 @@ def test_a_state_comes_back_on_the_cpu_wherever_tensors_are_made() -> None:
         ]
 
 
-def test_what_the_user_says_is_safe_comes_back_with_its_tensors() -> None:
+def test_classes_that_the_user_declares_safe_are_restored_with_their_tensors() -> None:
     with torch.serialization.safe_globals([Mine]):
         assert torch.equal(through({"mine": Mine(torch.arange(3))})["mine"].weight, torch.arange(3))
 
@@ -155,7 +155,7 @@ def test_values_that_take_a_little_more_room_move_nothing() -> None:
     assert len({Flattener().flatten([[10**digits], torch.ones(3)]).bytes for digits in range(100)}) == 1
 
 
-def test_a_schedule_is_kept_by_all_and_ends_where_it_says() -> None:
+def test_a_schedule_is_the_same_on_all_ranks_and_ends_as_defined() -> None:
     schedule = Schedule(anchor=10, every=4, until=22)
     assert [schedule.after(step) for step in (10, 11, 13, 14, 18)] == [14, 14, 14, 18, 22]
     assert schedule_of(text_of(schedule)) == schedule

@@ -200,7 +200,7 @@ def test_what_has_become_no_plain_value_is_refused() -> None:
         flattener.flatten({"best": object()})
 
 
-def test_who_requires_gradients_is_noticed_where_none_are_recorded() -> None:
+def test_a_changed_requires_grad_is_noticed_where_no_gradients_are_recorded() -> None:
     flattener, table = Flattener(), torch.ones(2)
     with torch.no_grad():
         layout = flattener.flatten([table]).layout

@@ -198,12 +198,12 @@ def test_so_does_one_whose_tensors_are_made_elsewhere_unless_it_says_so(
     assert again.best.tolist() == [3.0]
 
 
-def test_a_snapshot_is_told_of_and_the_two_newest_are_there(start: Callable[..., FakeAgent], memory: int) -> None:
+def test_a_snapshot_is_reported_and_the_two_newest_are_kept(start: Callable[..., FakeAgent], memory: int) -> None:
     agent = start(1)
     Training().train(5)
     assert sorted(slots(memory)) == [4, 5]
     assert [content(memory, step)["position"]["step"] for step in (4, 5)] == [4, 5]
-    wait_for(lambda: agent.snapped == [1, 2, 3, 4, 5], "what was said of them", BOUND_S)
+    wait_for(lambda: agent.snapshots == [1, 2, 3, 4, 5], "what was said of them", BOUND_S)
 
 
 def test_a_snapshot_that_has_outgrown_its_place_gets_another(start: Callable[..., FakeAgent], memory: int) -> None:
@@ -230,7 +230,7 @@ def test_what_is_changed_before_the_commit_is_in_the_snapshot(
     assert torch.equal(content(memory, 3)["objects"]["model"]["0.weight"], training.model[0].weight)
 
 
-def test_what_is_in_memory_only_is_saved_when_the_script_says_so(
+def test_state_that_is_only_in_memory_is_saved_when_the_script_asks_for_it(
     start: Callable[..., FakeAgent], memory: int, tmp_path: Path
 ) -> None:
     """No file has the step that was resumed from."""
@@ -245,9 +245,7 @@ def test_what_is_in_memory_only_is_saved_when_the_script_says_so(
     assert [path.parent.name for path in tmp_path.glob("*/manifest.json")] == ["us-g000002-s000000003"]
 
 
-def test_the_memory_that_was_resumed_from_is_let_go_of_at_the_first_step(
-    start: Callable[..., FakeAgent], memory: int
-) -> None:
+def test_the_restored_memory_is_released_at_the_first_step(start: Callable[..., FakeAgent], memory: int) -> None:
     """Else there would be a third and a fourth copy of the model on this node."""
     _, again, name = _resumed(start, memory)
     taken = _open_here().count(name)
@@ -257,7 +255,7 @@ def test_the_memory_that_was_resumed_from_is_let_go_of_at_the_first_step(
     assert not [line for line in maps if name in line and "rw-p" in line]
 
 
-def test_what_is_not_said_and_let_go_of_at_the_first_step_is_at_a_later_one(
+def test_a_report_and_release_that_wait_at_the_first_step_follow_at_a_later_one(
     start: Callable[..., FakeAgent], memory: int
 ) -> None:
     """A checkpoint that waits for its verdict has the channel."""
@@ -268,12 +266,12 @@ def test_what_is_not_said_and_let_go_of_at_the_first_step_is_at_a_later_one(
         again.state.commit()
         not_later_than = boot_time()
         again.state.commit()
-    assert (agent.began, _open_here().count(name)) == ([], taken)
+    assert (agent.started, _open_here().count(name)) == ([], taken)
     for _ in range(2):
         again.state.commit()
     assert taken - _open_here().count(name) == 2
-    wait_for(lambda: agent.began, "the message", BOUND_S)
-    [told] = agent.began
+    wait_for(lambda: agent.started, "the message", BOUND_S)
+    [told] = agent.started
     assert told["step"] == 3
     assert told["stepped"] <= not_later_than
 
@@ -306,7 +304,7 @@ def test_snapshots_that_take_too_much_memory_are_left_out(
     """Once and for all, with one line."""
     agent = start(1, **{contract.SNAPSHOT_MEMORY: str(10 << 10)})
     training = Training().train(5)
-    assert (read_slots(memory), agent.snapped, training.state._pos.due) == ((), [], 100)
+    assert (read_slots(memory), agent.snapshots, training.state._pos.due) == ((), [], 100)
     assert capfd.readouterr().err.count("no snapshots in memory: they would take") == 1
 
 
@@ -392,7 +390,7 @@ def test_how_often_follows_from_what_was_measured(
         now[0] += 1.0
         state.commit()
     taken = [1, 2, 3, 4, 7, 10, 13, 16, 19, 22, 25]
-    wait_for(lambda: agent.snapped == taken, "every third step", BOUND_S)
+    wait_for(lambda: agent.snapshots == taken, "every third step", BOUND_S)
     assert state._snapshots._schedule == Schedule(anchor=22, every=3, until=22 + 3 * 8)
 
 
@@ -430,7 +428,7 @@ def test_a_handoff_takes_a_snapshot_if_that_is_enough_and_can_be_and_else_a_chec
         train()
     assert left.value.code == contract.EXIT_RESTART
     if in_memory and overhead != "0":
-        assert (agent.stood, agent.asked, agent.snapped[-1]) == ([(5, 5)], [], 5)
+        assert (agent.quiesced, agent.asked, agent.snapshots[-1]) == ([(5, 5)], [], 5)
         assert content(memory, 5)["position"]["step"] == 5
     else:
-        assert (agent.stood, [asked["handoff"] for asked in agent.asked]) == ([], [5])
+        assert (agent.quiesced, [asked["handoff"] for asked in agent.asked]) == ([], [5])

@@ -135,7 +135,7 @@ def test_the_newest_two_snapshots_outlive_their_ranks(bench: Bench) -> None:
     assert bench.read(copy(1, 7)) == {("common", 0): b"common 7", ("part", 0): b"0 7", ("part", 1): b"1 7"}
 
 
-def test_a_worker_is_told_where_each_piece_is_and_its_checksum(bench: Bench) -> None:
+def test_a_worker_gets_the_place_and_checksum_of_each_piece(bench: Bench) -> None:
     bench.begin(1, range(1))
     bench.make(5)
     bench.snapshots.store_replica(part(1, 5, 3))

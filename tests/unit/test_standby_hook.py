@@ -201,7 +201,9 @@ def test_a_read_of_a_watched_variable_is_seen(contents: dict[bytes, bytes], code
     assert os.environ._data is contents  # type: ignore[attr-defined]
 
 
-def test_what_modules_changed_is_told_and_stays(contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_that_modules_made_to_the_environment_are_reported_and_stay(
+    contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "putenv", lambda *_: None)
     monkeypatch.setattr(os, "unsetenv", lambda *_: None)
     contents.pop(b"PYTEST_CURRENT_TEST", None)
@@ -312,7 +314,7 @@ def test_what_another_standby_has_met_is_not_imported_again(preload: Callable[..
     assert "lists.config" not in sys.modules
 
 
-def test_a_package_that_cannot_be_imported_is_told_of_as_a_whole(preload: Callable[..., Preloader]) -> None:
+def test_a_package_that_cannot_be_imported_is_reported_as_a_whole(preload: Callable[..., Preloader]) -> None:
     """And so is one that the script has from elsewhere. Of one that can, the module."""
     files = {"broken/__init__.py": "raise OSError('no driver')\n", "broken/a.py": "", "whole/__init__.py": ""}
     names = ["broken.a", "broken.b", "broken", "mine.a", "mine.b", "whole.missing", "whole"]

@@ -20,16 +20,6 @@ NOW = dt.datetime.now(dt.UTC)
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("stranger"))
-
-
-@pytest.fixture(scope="module")
 def good(authority: Authority) -> TlsFiles:
     return authority.files("good", "10.0.0.1", "node-a")
 
@@ -110,7 +100,7 @@ def test_a_certificate_that_has_expired_is_refused(authority: Authority, has_ca:
         tls.check(TlsFiles(cert, key, authority.ca if has_ca else None), None, calls=has_ca)
 
 
-def test_a_key_that_is_too_short_is_said_to_be(tmp_path: Path) -> None:
+def test_a_key_that_is_too_short_is_reported(tmp_path: Path) -> None:
     made = "openssl req -x509 -newkey rsa:512 -nodes -subj /CN=x -keyout key -out cert"
     subprocess.run(made.split(), cwd=tmp_path, check=True, capture_output=True)
     with pytest.raises(TlsError, match=r"--tls_cert=.* cannot be used \(ee key too small\): .* wants a stronger one"):
@@ -146,7 +136,7 @@ def test_without_options_there_are_no_files(good: TlsFiles) -> None:
     assert read_files(option(cert=good.cert, key=good.key), has_servers=False) == TlsFiles(good.cert, good.key, None)
 
 
-def test_a_script_is_told_of_all_three_files_or_of_none() -> None:
+def test_a_script_gets_all_three_files_or_none() -> None:
     assert tls.files_of({"ELASTIC_AGENT_TLS_CERT": ""}) is None
     with pytest.raises(TlsError, match="ELASTIC_AGENT_TLS_KEY is not set: set all of"):
         tls.files_of({"ELASTIC_AGENT_TLS_CERT": "c", "ELASTIC_AGENT_TLS_CA": "a"})
@@ -204,7 +194,7 @@ def test_links_do_not_end_because_a_certificate_has_expired_meanwhile(authority:
         shaken(tls.dialling(files, names_host=True), server, "10.0.0.1")
 
 
-def test_nor_because_that_of_the_one_who_calls_has(authority: Authority) -> None:
+def test_links_do_not_end_because_the_callers_certificate_has_expired(authority: Authority) -> None:
     files = authority.files("called", "10.0.0.1")
     cert, key = authority.issue("calls", "10.0.0.2", not_after=NOW - dt.timedelta(days=1))
     called = link_tls(files)

@@ -102,5 +102,5 @@ def test_nearly_all_is_not_all() -> None:
         (273600.0, "3 d 04 h"),
     ],
 )
-def test_durations_are_said_in_the_unit_that_fits(seconds: float, said: str) -> None:
+def test_durations_are_printed_in_the_unit_that_fits(seconds: float, said: str) -> None:
     assert duration(seconds) == said

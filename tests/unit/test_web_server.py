@@ -63,11 +63,6 @@ async def _scheme(request: Request) -> Response:
     return PlainTextResponse(request.url.scheme)
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
-
-
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Port of a server with few connections."""

@@ -296,7 +296,7 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
         ),
     ],
 )
-def test_news_is_told_once(state: AgentState, sentences: list[str]) -> None:
+def test_a_change_is_announced_once(state: AgentState, sentences: list[str]) -> None:
     state, told = announce(state, 0.0)
     assert told == tuple(fx.Announce(sentence) for sentence in sentences)
     assert announce(state, 0.0)[1] == ()
@@ -367,11 +367,11 @@ def ended(**changed: object) -> ev.ViewChanged:
         ),
     ],
 )
-def test_an_agent_says_why_it_ends(state: AgentState, event: ev.Event, code: int, sentence: str) -> None:
+def test_an_agent_reports_why_it_ends(state: AgentState, event: ev.Event, code: int, sentence: str) -> None:
     assert leaving(state, event) == (code, sentence)
 
 
-def test_an_unfit_node_says_why() -> None:
+def test_an_unfit_node_reports_why() -> None:
     assert replace(NEW, health="its GPU is gone").node.unfit == "its health check failed: its GPU is gone"
     stuck = replace(NEW, workers=LocalWorkers(group=3, is_stuck=True))
     assert stuck.node.unfit == "processes of group 3 survive SIGKILL"
@@ -405,7 +405,7 @@ def goes(
     return told.removeprefix("left")
 
 
-def test_the_last_to_leave_says_what_only_its_memory_had() -> None:
+def test_the_last_node_to_leave_reports_what_only_its_memory_had() -> None:
     all_of_them = "; 9 steps up to step 9 given up: there is no checkpoint"
     assert goes(held=9, saved=5) == "; 4 steps up to step 9 given up: the newest checkpoint is of step 5"
     assert goes(held=9) == goes(reached=9) == goes(held=7, reached=9) == all_of_them
@@ -416,7 +416,7 @@ def test_the_last_to_leave_says_what_only_its_memory_had() -> None:
     assert goes(held=9, leads=False) == "", "it does not know who is there"
 
 
-def test_who_signals_the_ranks_as_well_is_told_what_that_has_cost() -> None:
+def test_a_signal_sent_to_the_ranks_as_well_is_reported_with_its_cost() -> None:
     ended = ev.WorkerExited(group=1, local_rank=0, exit_code=None, signal=15, stderr_tail="", step=9, at=1.0)
     workers = LocalWorkers(group=1, step=9, exits=(ended,))
     said = goes(workers=workers)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.workers.output import Output, _Console, _Log, _visible
+from agent.workers.output import Output, _Console, _Log, _visible, _whole_characters
 
 
 class Sink:
@@ -29,7 +29,8 @@ def sink() -> Sink:
 
 
 @pytest.fixture
-def console(sink: Sink) -> _Console:
+def console(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> _Console:
+    monkeypatch.setattr(os, "isatty", lambda _fd: False)
     return _Console(1, b"[0] ", sink)  # type: ignore[arg-type]
 
 
@@ -58,6 +59,21 @@ def test_lines_are_shown_whole(console: _Console, sink: Sink, chunks: list[bytes
         console.feed(chunk)
     console.end()
     assert b"".join(sink.writes) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("a█".encode(), 0),
+        ("a█".encode()[:-1], 2),
+        ("a█".encode()[:-2], 1),
+        (b"plain", 0),
+        (b"\x80\x80\x80\x80", 0),
+        (b"", 0),
+    ],
+)
+def test_a_character_of_which_bytes_are_missing_is_not_shown_yet(text: bytes, missing: int) -> None:
+    assert _whole_characters(text) == text[: len(text) - missing]
 
 
 def test_a_log_and_the_directories_that_are_made_for_it_are_for_the_user_alone(tmp_path: Path) -> None:

@@ -90,6 +90,30 @@ def test_a_progress_bar_takes_one_row(line: bytes, columns: int, expected: bytes
     assert _cut(line, columns) == expected
 
 
+def test_control_characters_of_a_worker_are_escaped_on_the_terminal_only(
+    screen: tuple[int, int], tmp_path: os.PathLike[str]
+) -> None:
+    """They could move the cursor over lines of other ranks. Colours stay, and the log has what was written."""
+    master, slave = screen
+    path = os.path.join(tmp_path, "log")  # noqa: PTH118 - the guardian's own kind of path
+    saved = os.dup(2)
+    os.dup2(slave, 2)
+    written = b"\x1b[32mgreen\x1b[0m\x1b[2A\n"
+    nested = "inner bar ██\x1b[A".encode()
+    try:
+        output = Output(os.fsencode(path), b"[0] ", pytest.fail, lambda: None, (2,), {2: Terminal.create()})
+        output.feed(2, written)
+        take(master, b"[0] \x1b[32mgreen\x1b[0m\\x1b[2A\n")
+        output.feed(2, nested)
+        take(master, "[0] inner bar ██\\x1b[A".encode())
+        output.end()
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+    with open(path, "rb") as log:  # noqa: PTH123 - as above
+        assert log.read() == written + nested
+
+
 def test_a_progress_bar_moves_on_the_terminal_and_is_complete_in_the_log(
     screen: tuple[int, int], tmp_path: os.PathLike[str]
 ) -> None:

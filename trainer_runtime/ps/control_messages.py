@@ -2,7 +2,7 @@
 
 They use the channel that an agent has to each of its workers (`contract`): packets of JSON. The agent sends
 `{"map": …}`, as of `ShardMap.to_json`, whenever there is a new map, and `{"done": true}` before it stops the processes
-of a job that has succeeded. A server sends `{"copy": {"map", "shard", "is_whole"}}`.
+of a job that has succeeded. A server sends `{"replica": {"map", "shard", "is_complete"}}`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class ControlMessages:
         self._thread.join()
         return self._is_done
 
-    def report_replica(self, number: int, shard: int, is_whole: bool) -> None:  # noqa: FBT001 - one of three facts
+    def report_replica(self, number: int, shard: int, is_complete: bool) -> None:  # noqa: FBT001 - one of three facts
         """Report to the agent whether the replica of a shard is complete, by the map of this number."""
-        message = {"copy": {"map": number, "shard": shard, "is_whole": is_whole}}
+        message = {"replica": {"map": number, "shard": shard, "is_complete": is_complete}}
         with suppress(OSError):  # the agent has exited, and this process is about to
             self._sock.send(json.dumps(message).encode())
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer_runtime.checkpoint import warn
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.control_messages import ControlMessages
 from trainer_runtime.ps.geo import GeoClient
-from trainer_runtime.ps.roles import Role, role_of
+from trainer_runtime.ps.roles import Role, SecretError, role_of
 from trainer_runtime.ps.server import ParameterServer
 from trainer_runtime.ps.shard_host import ShardHost
 from trainer_runtime.ps.worker_progress import ASYNC, Mode
 from trainer_runtime.shard_map import ShardMap, ShardServer
+
+_EXIT_USAGE = 2
+"""Exit code after a mistake of the operator, as that of `elastic-agent`."""
 
 
 @dataclass
@@ -68,9 +72,16 @@ def init(mode: Mode = ASYNC) -> None:
 
     Raises:
         RuntimeError: the environment describes no role; the message names what is missing.
+        SystemExit: the secret that was set by hand is too short; a line on stderr says so. A script cannot continue
+            without it, so this must not look like an error in the script.
     """
     global _state  # noqa: PLW0603 - one for each process
-    _state = ProcessState(role_of(), mode)
+    try:
+        role = role_of()
+    except SecretError as error:
+        warn(str(error))
+        raise SystemExit(_EXIT_USAGE) from None
+    _state = ProcessState(role, mode)
 
 
 def current() -> ProcessState:

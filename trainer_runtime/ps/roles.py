@@ -55,8 +55,17 @@ class Role:
         return frozenset(found)
 
 
+class SecretError(RuntimeError):
+    """The operator must act: the secret in the environment is too short."""
+
+
 def role_of(environ: Mapping[str, str] = os.environ) -> Role:
-    """Return the role that the environment describes. Raises `RuntimeError` if it describes none."""
+    """Return the role that the environment describes.
+
+    Raises:
+        RuntimeError: it describes none; the message names what is missing.
+        SecretError: it has a secret that is too short.
+    """
     role_name = _required(environ, TRAINING_ROLE)
     kind = _KINDS.get(role_name)
     if kind is None:
@@ -105,7 +114,7 @@ def _required(environ: Mapping[str, str], name: str) -> str:
 def _secret(environ: Mapping[str, str]) -> bytes:
     secret = environ.get(SECRET, "")
     if secret and len(secret) < contract.MIN_SECRET:
-        raise RuntimeError(
+        raise SecretError(
             f"{SECRET} must have {contract.MIN_SECRET} characters or more, not {len(secret)}: take a random one, the "
             "same for all processes of the job, for example from `openssl rand -hex 32`"
         )

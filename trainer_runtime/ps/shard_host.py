@@ -162,9 +162,9 @@ class ShardHost:
         if self._sender_server != wanted:
             self._close_sender()
         if self._sender is not None and place.joining == self._sender_server:
-            self._report(is_whole=True)
+            self._report(is_complete=True)
         elif self._sender is None and place.replica is not None:
-            self._report(is_whole=False)
+            self._report(is_complete=False)
         elif self._sender is None and place.joining is not None and self._copying_to != place.joining:
             self._copying_to = place.joining
             threading.Thread(target=self._copy_to, args=(place.joining,), name="ps-copy", daemon=True).start()
@@ -273,7 +273,7 @@ class ShardHost:
             self._sender.close()
             self._sender = None
             if self._place is not None and self._place.replica == self._sender_server:
-                self._report(is_whole=False)
+                self._report(is_complete=False)
 
     def _is_replica_uncertain(self) -> bool:
         """Whether the map has a replica, or may get one, that does not receive the changes."""
@@ -281,10 +281,10 @@ class ShardHost:
             return False
         return self._place.replica is not None or self._complete_map == self.map_number
 
-    def _report(self, *, is_whole: bool) -> None:
-        if is_whole:
+    def _report(self, *, is_complete: bool) -> None:
+        if is_complete:
             self._complete_map = self.map_number
-        self._settings.report_replica(self.map_number, self.number, is_whole)
+        self._settings.report_replica(self.map_number, self.number, is_complete)
 
     def _close_sender(self) -> None:
         if self._sender is not None:
@@ -336,6 +336,6 @@ class ShardHost:
         self._copying_to = None
         self._close_sender()
         self._sender, self._sender_server = sender, to
-        self._report(is_whole=True)
+        self._report(is_complete=True)
         self.lock.notify_all()
         return True

@@ -5,7 +5,7 @@ const $ = (id) => document.getElementById(id);
 const STATES = ["training", "recovering", "stopped", "waiting"];
 const PHASES = ["detect_s", "agree_s", "stop_s", "start_s", "join_s", "load_s", "first_step_s", "replay_s"];
 const RANKS = {
-  starting: "starting", training: "", phase: "in a phase without steps", standing: "quiesced for a handoff", ended: "ended",
+  starting: "starting", training: "", phase: "in a phase without steps", quiesced: "quiesced for a handoff", ended: "ended",
   unknown: "no answer",
 };
 const LIVE_WITHIN_MS = 20000; // the server sends something every 15 s

@@ -41,12 +41,12 @@ def cut_from_peers(cluster: Cluster, chance: Random) -> Iterator[Wait]:
         yield Hold(LONG_S)
 
 
-@fault("deaf", "a node hears nothing, and is heard")
+@fault("deaf", "a node receives nothing, and can send")
 def deaf(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     yield from _cut_from_all(cluster, one(cluster, chance), "in")
 
 
-@fault("mute", "a node is not heard, and hears")
+@fault("mute", "a node can send nothing, and receives")
 def mute(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     yield from _cut_from_all(cluster, one(cluster, chance), "out")
 

@@ -1,4 +1,4 @@
-"""Nodes and workers that end, or stand still."""
+"""Nodes and workers that end or hang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 
 from chaos.cluster import Cluster, run
 from chaos.fault import COLD_S, PAST_ITS_LEASE_S, SAVE_EVERY, SILENT_S, Hold, Recovery, Wait, fault, one, some
-from chaos.ledger import first_step_after, redone_steps
+from chaos.ledger import first_step_after, replayed_steps
 
 _TO_A_CHECKPOINT = 2 * SAVE_EVERY
 """The next one may be written, and not committed yet."""
@@ -84,19 +84,19 @@ def worker_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 
 
 @fault("all-told-to-leave", "all nodes get SIGTERM at once, and the job is started later", most_lost=0)
-def all_told_to_leave(cluster: Cluster, _: Random) -> Iterator[Wait]:
+def all_asked_to_leave(cluster: Cluster, _: Random) -> Iterator[Wait]:
     nodes, known = cluster.running(), cluster.ledger.newest_group
     run("docker", "stop", *nodes)
     codes = run("docker", "inspect", "-f", "{{.State.ExitCode}}", *nodes).split()
     assert set(codes) == {"0"}, f"told to leave, they ended with {codes}"
     cluster.start(*nodes)
     yield Recovery(soon_s=COLD_S)
-    redone = [group for group, steps in redone_steps(cluster.ledger.lines).items() if steps and group > known]
-    assert not redone, f"groups {redone} did steps again"
+    replayed = [group for group, steps in replayed_steps(cluster.ledger.lines).items() if steps and group > known]
+    assert not replayed, f"groups {replayed} repeated steps"
 
 
 @fault("one-told-to-leave", "a node gets SIGTERM, and is started later", most_lost=0)
-def one_told_to_leave(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+def one_asked_to_leave(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     run("docker", "kill", "-s", "TERM", victim)
     yield Recovery(cluster.nodes - 1)

@@ -18,7 +18,7 @@ SECRET = "correct horse"  # noqa: S105 - of a test's own etcd
 QUICK = ("--bcrypt-cost", "4")
 
 
-class Guarded:
+class SecuredEtcd:
     """An etcd with users, and its administrator."""
 
     def __init__(self, member: Member) -> None:

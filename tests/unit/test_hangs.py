@@ -1,4 +1,4 @@
-"""Ranks that stand still, as a table: which one the others wait for, and when its group is ended."""
+"""Stalled ranks, as a table: which one the others wait for, and when its group is ended."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def view(
 def test_a_group_is_ended_once_it_is_certain_or_no_stack_moves_where_it_is_awaited(
     stages: tuple[str, ...], doing: tuple[Doing, ...], due: object
 ) -> None:
-    """The stack of the rank at fault must stand still, whatever those of the others do."""
+    """The stack of the rank at fault must not change, whatever those of the others do."""
     told = [stall(*each) for each in zip(NAMES, doing, stages, strict=True)]
     assert is_due(told) is due
 
@@ -109,21 +109,21 @@ def test_a_node_that_is_done_counts_as_one_that_the_others_wait_for() -> None:
     assert in_group(GROUP, [stall("b", "waits")], [report("b")]) == (), "nobody else stands still"
 
 
-def test_before_a_group_is_ended_all_its_nodes_have_a_moment_to_tell() -> None:
+def test_before_a_group_is_ended_all_its_nodes_have_a_moment_to_report() -> None:
     seen = view(stalls=(stall("a", "waits", "certain"),))
-    sightings = observe(Observations(), seen, 100.0)
-    early = plan(seen, sightings, POLICY, 100.0)
+    seen_before = observe(Observations(), seen, 100.0)
+    early = plan(seen, seen_before, POLICY, 100.0)
     assert early.action is None
     assert early.wake_at == 100.0 + REPORT_WITHIN_S
-    late = plan(seen, sightings, POLICY, 100.0 + REPORT_WITHIN_S)
+    late = plan(seen, seen_before, POLICY, 100.0 + REPORT_WITHIN_S)
     assert isinstance(late.action, Group)
     whole = view(stalls=(stall("a", "waits", "certain"), stall("b", "sleeps"), stall("c", "waits")))
-    at_once = plan(whole, sightings, POLICY, 100.0)
+    at_once = plan(whole, seen_before, POLICY, 100.0)
     assert isinstance(at_once.action, Group)
     assert at_once.reason.startswith("rank 1 on b made no step")
 
 
-def test_a_fault_was_when_the_first_who_tells_of_it_says() -> None:
+def test_the_time_of_a_fault_is_that_of_the_first_report() -> None:
     """What is told later, and took longer to tell, does not move it."""
     calm = observe(Observations(group=1), view(), 90.0)
     broken = observe(calm, view(reports=(report("a", failure=failure(0), after_s=0.5),)), 100.0)
@@ -141,12 +141,12 @@ def test_nothing_that_is_wrong_with_a_group_is_older_than_the_group() -> None:
     assert observe(before, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0).fault_at == 100.0
 
 
-def test_who_saw_a_group_come_still_knows_it_when_it_leads_later() -> None:
+def test_an_agent_that_saw_a_group_begin_still_knows_it_when_it_leads_later() -> None:
     before = follow(follow(Observations(group=0), view(), 100.0), view(), 101.0)
     assert observe(before, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0).fault_at == 100.0
 
 
-def test_only_who_saw_a_group_come_counts_a_silence_that_was_told_before() -> None:
+def test_only_an_agent_that_saw_the_group_begin_counts_a_silence_reported_before() -> None:
     """Else it may have begun in a group that is gone."""
     silence = Suspicion(
         node_id="c", incarnation="i1", by_node_id="b", by_incarnation="i1", is_lost=False, why="it is silent", for_s=1.5
@@ -156,7 +156,7 @@ def test_only_who_saw_a_group_come_counts_a_silence_that_was_told_before() -> No
     assert observe(Observations(), lost, 110.0).fault_at == 110.0
 
 
-def test_an_alarm_that_nobody_heard_is_not_taken_back() -> None:
+def test_an_alarm_that_was_not_raised_is_not_withdrawn() -> None:
     """And a workers' earlier life is nobody's: what they do is not told under the new one."""
     workers = LocalWorkers(group=1, count=1, is_alive=True)
     over = WorkerObservations(group=1).note(ev.RanksStalled(1, "over", 0.0, 6.0, ()))

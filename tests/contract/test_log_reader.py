@@ -175,7 +175,7 @@ def test_a_reader_learns_how_the_ranks_are_although_the_disk_hangs(agent: Agent,
     _play(play())
 
 
-def test_a_reader_that_says_what_is_no_text_is_sent_away(agent: Agent) -> None:
+def test_a_reader_that_sends_invalid_text_is_disconnected(agent: Agent) -> None:
     async def play() -> None:
         connection = await _connect(agent)
         connection.send(FrameKind.FIND_LOGS, b'{"run":"ab","group":1,"node_id":"\x80"}')
@@ -186,7 +186,7 @@ def test_a_reader_that_says_what_is_no_text_is_sent_away(agent: Agent) -> None:
     _play(play())
 
 
-def test_a_reader_of_another_node_learns_who_is_there(agent: Agent) -> None:
+def test_a_reader_of_another_node_learns_which_node_answers(agent: Agent) -> None:
     async def play() -> None:
         with pytest.raises(LinkBroken, match="another agent answers there: a"):
             await LogReader(LogHost("c", "127.0.0.1", agent.links.port), SHARED).find(FIND)
@@ -194,7 +194,7 @@ def test_a_reader_of_another_node_learns_who_is_there(agent: Agent) -> None:
     _play(play())
 
 
-def test_a_reader_without_the_secret_is_refused_and_told_of(agent: Agent, disk: Disk) -> None:
+def test_a_reader_without_the_secret_is_refused_and_reported(agent: Agent, disk: Disk) -> None:
     async def play() -> None:
         with pytest.raises(LinkBroken):
             await _reader(agent, "a guess").find(FIND)
@@ -232,7 +232,9 @@ def test_what_cannot_be_read_is_declined_and_the_reader_stays(agent: Agent, disk
     _play(play())
 
 
-def test_an_unforeseen_error_is_told_and_costs_the_agent_nothing(agent: Agent, disk: Disk, neighbour: Agent) -> None:
+def test_an_unexpected_error_is_reported_and_does_not_disturb_the_agent(
+    agent: Agent, disk: Disk, neighbour: Agent
+) -> None:
     async def play() -> None:
         reader = _reader(agent)
         disk.error = ZeroDivisionError()
@@ -259,7 +261,9 @@ def test_an_unforeseen_error_is_told_and_costs_the_agent_nothing(agent: Agent, d
     ],
     ids=["oversize", "unknown", "ping", "empty", "garbage"],
 )
-def test_a_reader_who_speaks_otherwise_is_cut_off(agent: Agent, disk: Disk, neighbour: Agent, words: bytes) -> None:
+def test_a_reader_with_another_protocol_is_disconnected(
+    agent: Agent, disk: Disk, neighbour: Agent, words: bytes
+) -> None:
     async def play() -> None:
         connection = await _connect(agent)
         connection._writer.write(words)
@@ -373,7 +377,7 @@ def test_a_reader_that_asks_and_never_reads_is_not_read_for(
             connection._writer.write(b"\x00\x00\x00%c\x0b" % len(words) + words)
         before, asked = -1, 0
         while before < asked or not asked:  # until nothing more is read
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)  # no condition shows that nothing more will be read
             before, asked = asked, len(disk.asked)
         assert asked < 1000, "the kernel's buffers hold a few MiB; beyond them nothing is read"
         reader = _reader(agent)
@@ -421,4 +425,4 @@ def test_an_agent_that_leaves_does_not_wait_for_a_reader_that_stays(agent: Agent
             await reader.read(READ)
 
     _play(play())
-    assert neighbour.states == [LinkState.UP], "it heard a goodbye"
+    assert neighbour.states == [LinkState.UP], "it received a goodbye"

@@ -239,7 +239,7 @@ def test_a_scheduler_must_survive_a_resize() -> None:
 def test_a_batch_that_grows_with_the_world_is_not_compared_after_a_resize() -> None:
     found = compare_resized(STEADY, {0: [alone(21, rows=["one row"])]}, 20)
     assert found.differences == ()
-    assert found.not_compared == "a step takes 1 samples with this world size and 8 with the other"
+    assert found.not_compared == "a step takes 1 sample with this world size and 8 with the other"
 
 
 def test_random_numbers_are_not_compared_after_a_resize() -> None:

@@ -42,7 +42,7 @@ def test_what_changes_nothing_is_taken_with_one_warning(line: str, unused: list[
     assert bool(warning) == bool(unused)
 
 
-def test_one_node_that_is_told_where_to_meet_needs_no_etcd() -> None:
+def test_one_node_with_a_given_rendezvous_address_needs_no_etcd() -> None:
     options, _ = read("--nnodes=1 --rdzv_id=7 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 train.py")
     assert (options["standalone"], options["job_id"]) == (True, "7")
     options, _ = read("--rdzv_id=7 --elastic_server=e:2379 --rdzv_backend=c10d train.py")
@@ -56,7 +56,7 @@ def test_one_node_that_is_told_where_to_meet_needs_no_etcd() -> None:
     assert not options["standalone"], "Slurm tells the nodes"
 
 
-def test_all_that_is_refused_is_told_at_once() -> None:
+def test_all_refused_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         read("--np=2 --rdzv-endpoint=a:1 --rdzv-backend c10d --shutdown-timeout=3 --logs-specs=x --selected_gpus=0 t")
     told = str(raised.value)
@@ -66,7 +66,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
     assert "--rdzv_backend, --rdzv_endpoint are another launcher's: agents meet in etcd: give --elastic_server" in told
 
 
-def test_a_flag_of_paddle_s_that_does_nothing_here_is_said() -> None:
+def test_a_flag_of_paddle_that_has_no_effect_is_reported() -> None:
     _, warning = read("t.py", FLAGS_check_nan_inf="1")
     assert warning.startswith("not used: FLAGS_check_nan_inf (State(check_finite=True) looks at weights")
     assert read("t.py", FLAGS_check_nan_inf="0")[1] == ""
@@ -121,7 +121,7 @@ def test_advice_is_by_any_spelling() -> None:
         ("train.py", False),
     ],
 )
-def test_the_banner_is_for_those_who_come_by_the_names_of_paddle_s_launcher(line: str, is_shown: bool) -> None:  # noqa: FBT001 - what is expected
+def test_the_banner_is_printed_for_the_command_names_of_paddles_launcher(line: str, is_shown: bool) -> None:  # noqa: FBT001 - what is expected
     arguments = line.split()
     with command_line.run.make_context("elastic-agent", arguments, obj=line.split()) as context:
         assert command_line._has_paddle_names(context.params) == is_shown

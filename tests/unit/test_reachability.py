@@ -1,4 +1,4 @@
-"""Who can train together where some do not hear each other."""
+"""Which nodes can train together if some cannot reach each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pairs(*names: str) -> frozenset[frozenset[Identity]]:
 
 
 def view_of(names: str, *said: str, has_had_link: str = NAMES) -> ClusterView:
-    """A group of these, where the first of each pair says that it does not hear the second."""
+    """A group of these nodes, in which the first of each pair reports that it cannot reach the second."""
     group = Group(
         run="r",
         number=1,
@@ -86,18 +86,18 @@ def test_members_are_parted_by_what_both_say_of_each_other() -> None:
     assert partitioned(ClusterView(9, is_whole=True)) == frozenset()
 
 
-def test_a_node_outside_is_deaf_by_what_it_says() -> None:
+def test_a_node_outside_the_group_is_unreachable_by_its_own_report() -> None:
     view = view_of("ab", "ca", "cd", "ac", "ab")
     assert unreachable_from_outside(view) == pairs("ca")
     assert partitioned(view) == frozenset()
     assert unreachable_from_outside(ClusterView(9, is_whole=True)) == frozenset()
     lost = tuple(replace(each, value=msgspec.structs.replace(each.value, is_lost=True)) for each in view.suspects)
     assert unreachable_from_outside(replace(view, suspects=lost)) == frozenset(), (
-        "that one is gone, and not out of hearing"
+        "that one is gone, and not unreachable"
     )
 
 
-def test_all_find_out_whom_they_hear_while_a_member_is_silent_to_another_and_they_are_not_too_many() -> None:
+def test_all_nodes_measure_reachability_while_a_member_is_silent_to_another_and_there_are_not_too_many() -> None:
     for view, expected in ((view_of("abc", "ab"), True), (view_of("abc", "da"), False), (view_of("abc"), False)):
         assert view.group is not None
         assert is_examined(view.group.value, view) == expected
@@ -128,12 +128,12 @@ def test_enough_then_the_most_members_then_the_most_then_the_first_go_on(
     assert going_on(pool, apart, kept=kept, need=need) == expected
 
 
-def test_of_two_that_accuse_each_other_the_one_that_the_others_do_not_hear_is_left_out() -> None:
-    deaf_b = view_of("abcd", "bc", "cb", "ab", "db")
-    assert partitioned(deaf_b) == pairs("bc")
-    assert reported_silent(deaf_b) == pairs("bc", "ab", "bd")
-    assert going_on("abcd", partitioned(deaf_b), doubts=reported_silent(deaf_b)) == "acd"
-    assert going_on("abcd", partitioned(deaf_b)) == "abd", "the first, where nobody else says anything"
+def test_of_two_nodes_that_accuse_each_other_the_one_that_the_others_cannot_reach_is_left_out() -> None:
+    send_only_b = view_of("abcd", "bc", "cb", "ab", "db")
+    assert partitioned(send_only_b) == pairs("bc")
+    assert reported_silent(send_only_b) == pairs("bc", "ab", "bd")
+    assert going_on("abcd", partitioned(send_only_b), doubts=reported_silent(send_only_b)) == "acd"
+    assert going_on("abcd", partitioned(send_only_b)) == "abd", "the first, where nobody else says anything"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_doubts_weigh_less_than_how_many_can_go_on(
 
 
 @given(st.sets(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))), st.integers(0, 12))
-def test_all_who_go_on_hear_each_other_and_nobody_else_could(apart: set[tuple[str, str]], need: int) -> None:
+def test_all_that_continue_reach_each_other_and_no_larger_set_does(apart: set[tuple[str, str]], need: int) -> None:
     told = pairs(*(one + other for one, other in apart if one != other))
     found = going_on(NAMES, told, need=need)
     assert found

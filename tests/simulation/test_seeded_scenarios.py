@@ -1,4 +1,4 @@
-"""Stories of a job, each told many times with another order of events."""
+"""Scenarios of a job, each played with many seeds: the order of events differs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulation.cluster import POLICY, Cluster
 
 seeds = pytest.mark.parametrize("seed", some(range(5), range(30)))
 few_seeds = pytest.mark.parametrize("seed", some(range(2), range(6)))
-"""For stories that take seconds."""
+"""For scenarios that take seconds."""
 
 
 @seeds
@@ -150,7 +150,7 @@ def test_an_outage_longer_than_the_lease_changes_nothing(seed: int) -> None:
     cluster.run_until(lambda: len(cluster.training_nodes) == 2)
     cluster.freeze(3 * POLICY.lease_ttl_s)
     cluster.run(20)
-    assert cluster.group.number == 1, cluster.story()
+    assert cluster.group.number == 1, cluster.log_text()
     assert len(cluster.training_nodes) == 2
     assert all(agent.starts == 1 for agent in cluster.agents), "no worker was touched"
     cluster.fail_worker(cluster.agents[seed % 2])
@@ -184,7 +184,7 @@ def test_a_wiped_etcd_is_refilled_and_the_running_group_goes_on(seed: int) -> No
     cluster.wipe()
     cluster.run_until(lambda: cluster.group is not None)
     cluster.run(10)
-    assert cluster.group.number == 2, cluster.story()
+    assert cluster.group.number == 2, cluster.log_text()
     assert cluster.spec.np == "1:2", "np survives"
     assert all(agent.starts == 2 for agent in cluster.agents), "no worker was touched"
     cluster.finish_workers()
@@ -289,11 +289,11 @@ def test_a_node_that_is_lost_now_and_then_is_let_in_soon(seed: int) -> None:
         cluster.run(5)
         lost = cluster.start("c")
         cluster.run(40)
-        assert len(cluster.training_nodes) == 3, cluster.story()
+        assert len(cluster.training_nodes) == 3, cluster.log_text()
 
 
 @seeds
-def test_where_each_time_another_node_is_lost_those_that_come_back_are_let_in_at_once(seed: int) -> None:
+def test_if_a_different_node_is_lost_each_time_returning_nodes_are_let_in_at_once(seed: int) -> None:
     """However soon the next one is lost."""
     cluster = Cluster(seed, np=(2, 3))
     agents = {name: cluster.start(name) for name in ("a", "b", "c")}
@@ -317,14 +317,14 @@ def hand_over(cluster: Cluster, names: tuple[str, ...]) -> None:
     cluster.run(2)
 
 
-def assert_nothing_was_redone(cluster: Cluster) -> None:
+def assert_no_step_was_replayed(cluster: Cluster) -> None:
     """Each step was taken once; but where the next group came too late, and the ranks had trained on."""
     history = cluster.training.history
     world = cluster.training.world_of(cluster.group)
     assert world is not None
     assert world.copy is not None
     has_gone_on = any(line.startswith("train on ") for line in cluster.transcript.lines)
-    assert len(history) == history.depth(world.copy) or has_gone_on, cluster.story()
+    assert len(history) == history.depth(world.copy) or has_gone_on, cluster.log_text()
 
 
 @seeds
@@ -342,7 +342,7 @@ def test_planned_changes_lose_no_step(seed: int) -> None:
     cluster.run_until(lambda: len(cluster.training_nodes) == 1 and cluster.is_begun)
     cluster.run(2)
     assert cluster.group.number >= 4
-    assert_nothing_was_redone(cluster)
+    assert_no_step_was_replayed(cluster)
 
 
 @seeds
@@ -358,7 +358,7 @@ def test_a_job_whose_agents_are_all_asked_to_leave_goes_on_later_where_it_was(se
         cluster.start(name)
     cluster.run_until(lambda: len(cluster.training_nodes) == 2 and cluster.is_begun)
     cluster.run(2)
-    assert_nothing_was_redone(cluster)
+    assert_no_step_was_replayed(cluster)
 
 
 def train_on(cluster: Cluster, steps: int) -> None:

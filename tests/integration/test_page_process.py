@@ -32,7 +32,7 @@ def listener() -> Iterator[socket]:
         yield opened
 
 
-def orders(listener: socket) -> StartMessage:
+def start_message(listener: socket) -> StartMessage:
     """Return the start message for a job whose etcd does not run."""
     return StartMessage(
         listener=listener.fileno(),
@@ -73,7 +73,7 @@ def test_what_lies_in_the_working_directory_is_not_taken_for_ours(
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('this is the project`s own')")
     monkeypatch.chdir(tmp_path)
-    with closing(page_process._PageProcess(orders(listener), {})):
+    with closing(page_process._PageProcess(start_message(listener), {})):
         wait_for(lambda: is_served(listener), PATIENCE_S, "the page")
 
 
@@ -90,7 +90,7 @@ def test_one_that_cannot_be_started_or_dies_is_followed_by_another(
     monkeypatch.setattr(page_process.subprocess, "Popen", start_at_last)
     monkeypatch.setattr(page_process, "_RESTART_DELAY_S", 0.05)
     monkeypatch.setattr(threading, "excepthook", lambda failed: pytest.fail(f"the agent would end: {failed}"))
-    with capture_logs() as said, closing(page_process._PageProcess(orders(listener), {})):
+    with capture_logs() as said, closing(page_process._PageProcess(start_message(listener), {})):
         wait_for(lambda: is_served(listener), PATIENCE_S, "the page")
         (first,) = watchers()
         first.kill()
@@ -104,5 +104,5 @@ def test_one_that_cannot_be_started_or_dies_is_followed_by_another(
 
 def test_one_that_is_ended_at_once_leaves_nothing(listener: socket) -> None:
     for _ in range(3):
-        page_process._PageProcess(orders(listener), {}).close()
+        page_process._PageProcess(start_message(listener), {}).close()
     assert watchers() == []

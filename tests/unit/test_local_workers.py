@@ -96,7 +96,7 @@ def still(number: int, *, is_shared: bool, group: int = 1) -> ev.RanksQuiesced:
     return ev.RanksQuiesced(group, number, 8, is_shared=is_shared)
 
 
-def test_a_standstill_is_told_once_the_neighbours_have_their_parts() -> None:
+def test_quiesced_ranks_are_reported_once_the_neighbours_have_their_parts() -> None:
     workers = running().note_quiesced(still(3, is_shared=False), 11.0)
     assert told(workers, 10.0) is None
     shared = workers.note_quiesced(still(3, is_shared=True), 99.0)
@@ -107,7 +107,7 @@ def test_a_standstill_is_told_once_the_neighbours_have_their_parts() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_standstill_that_is_over_is_told_as_late(*, is_shared: bool) -> None:
+def test_ranks_that_have_trained_on_are_reported_as_quiesced_late(*, is_shared: bool) -> None:
     workers = (
         running().note_quiesced(still(3, is_shared=False), 11.0).note_quiesced(still(3, is_shared=is_shared), 99.0)
     )
@@ -162,7 +162,7 @@ def test_a_standstill_of_an_older_group_is_none() -> None:
     assert told(running().note_quiesced(still(3, is_shared=True, group=7), 11.0), 10.0) is None
 
 
-def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_says() -> None:
+def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_prints() -> None:
     """Where the master's store cannot listen, rank 0 also tells of a connection that it never got."""
     workers = follow_group(running(), GROUP, ME, SPEC, 0.0, AT_ONCE)[0]
     workers = workers.apply_event(exited(0, 1, f"EADDRINUSE, port: {workers.master_port}, Connection refused"), 0.0)
@@ -177,7 +177,7 @@ def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_says() -> N
 
 
 @pytest.mark.parametrize(("number", "is_told"), [(2, True), (3, False)])
-def test_how_workers_ended_is_told_in_the_group_that_follows(number: int, *, is_told: bool) -> None:
+def test_the_end_of_workers_is_reported_in_the_next_group_only(number: int, *, is_told: bool) -> None:
     """In a later one it would be taken for what ended the group before that."""
     workers = running().apply_event(exited(0, 7, "oops"), 0.0)
     workers = workers.apply_event(ev.WorkersGone(1), 1.0)

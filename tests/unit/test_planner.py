@@ -79,15 +79,17 @@ def finished(name: str) -> ExitReport:
 def view(
     job: Stored[Spec], *nodes: Stored[Node], now: Stored[Group] | None = None, reports: tuple[ExitReport, ...] = ()
 ) -> ClusterView:
-    """In which all nodes hear the group that there is."""
-    heard = now.value.number if now is not None else 0
-    hearing = [replace(each, value=msgspec.structs.replace(each.value, reachable_group=heard)) for each in nodes]
+    """A view in which all nodes reach the current group."""
+    group_number = now.value.number if now is not None else 0
+    reaching = [
+        replace(each, value=msgspec.structs.replace(each.value, reachable_group=group_number)) for each in nodes
+    ]
     return ClusterView(
         revision=100,
         is_whole=True,
         spec=job,
         group=now,
-        nodes=tuple(sorted(hearing, key=lambda n: n.create_revision)),
+        nodes=tuple(sorted(reaching, key=lambda n: n.create_revision)),
         statuses=statuses(*reports),
         resume=Stored(RestorePoint(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11)
         if now
@@ -127,7 +129,7 @@ def test_nodes_that_come_together_are_ranked_as_the_operator_lists_them() -> Non
     assert names(decide(view(spec(2, 3), *listed, now=group("b", "c")), after_s=1.0)) == ["b", "c", "a"], "ranks stay"
 
 
-def test_a_first_group_waits_for_its_fixed_size_and_says_for_how_many() -> None:
+def test_a_first_group_waits_for_its_fixed_size_and_states_how_many_are_missing() -> None:
     planned = decide(view(spec(2), node("a", 5)), after_s=1000)
     assert planned.action is None
     assert planned.reason == "waiting for 1 of 2 nodes; here: a"
@@ -164,7 +166,7 @@ def test_a_lost_member_of_a_fixed_job_makes_a_wait_record() -> None:
     assert planned.reason == "lost a"
 
 
-def test_a_waiting_job_says_for_whom_and_whom_it_lost() -> None:
+def test_a_waiting_job_names_the_missing_and_the_lost_nodes() -> None:
     planned = decide(view(spec(2), node("b", 2), now=group(number=2, reached=2)))
     assert planned.reason == "waiting for 1 of 2 nodes; here: b; lost x"
 
@@ -306,7 +308,7 @@ def test_time_until_the_failure_is_progress_only_for_scripts_that_commit_nothing
     assert isinstance(plan(fails, observe(seen, fails, 102.0 + ran_s), POLICY, 102.0 + ran_s).action, wanted)
 
 
-def test_redone_steps_are_no_progress_and_a_spent_budget_ends_the_job() -> None:
+def test_replayed_steps_are_no_progress_and_a_spent_budget_ends_the_job() -> None:
     after = (failed("a", step=7, code=5),)
     planned = decide(view(spec(1), node("a", 1), now=group("a", restarts=3, step=7), reports=after))
     assert isinstance(planned.action, Result)
@@ -381,7 +383,7 @@ def test_nothing_planned_disturbs_a_group_that_is_finishing() -> None:
     assert decide(seen, after_s=1000).action is None
 
 
-def test_a_job_gives_up_waiting_when_it_was_told_to() -> None:
+def test_a_job_stops_waiting_after_the_given_time() -> None:
     policy = replace(POLICY, elastic_timeout_s=30.0)
     seen = view(spec(2), node("a", 1))
     assert decide(seen, after_s=29.0, policy=policy).wake_at == pytest.approx(130.0)
@@ -402,7 +404,7 @@ def test_a_job_does_not_give_up_for_the_time_in_which_no_node_could_come(*, is_p
     assert isinstance(plan(waiting, observe(seen, waiting, 5030.0), policy, 5030.0).action, Result)
 
 
-def test_what_was_restored_is_not_restored_again_while_nodes_still_tell() -> None:
+def test_restored_records_are_not_restored_again_while_nodes_still_have_them() -> None:
     """The second plan would be another record under the same number."""
     before = group("a", "b", number=6)
     told = msgspec.structs.replace(node("b", 2).value, cached=CachedRecords(spec=spec(1, 3).value, group=before.value))
@@ -440,9 +442,9 @@ def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
 
 
 def handed(
-    *, wish: int | None = None, saved: int = 0, saved_for: int = 0, is_late: bool = False, resumed: int = 1
+    *, handoff: int | None = None, saved: int = 0, saved_for: int = 0, is_late: bool = False, resumed: int = 1
 ) -> ClusterView:
-    """`a` trains and commits, and `b` was asked to leave; what is wished for, and the checkpoint last committed."""
+    """`a` trains and commits, and `b` was asked to leave; the requested handoff, and the checkpoint last committed."""
     a = msgspec.structs.replace(node("a", 1).value, resumed=resumed)
     b = msgspec.structs.replace(node("b", 2).value, is_draining=True)
     shown = view(spec(1, 2), Stored(a, 1, 1), Stored(b, 2, 2), now=group("a", "b"))
@@ -459,7 +461,7 @@ def handed(
     )
     return replace(
         shown,
-        handoff=Stored(HandoffRequest(group=1, after=wish - 1, reason=""), 12, 12) if wish is not None else None,
+        handoff=Stored(HandoffRequest(group=1, after=handoff - 1, reason=""), 12, 12) if handoff is not None else None,
         checkpoint=Stored(checkpoint, 13, 13) if saved else None,
     )
 
@@ -473,7 +475,7 @@ def hand_over(*views: ClusterView, after_s: float = 0.0, is_back: bool = False) 
     return plan(views[-1], seen, POLICY, now - 1.0 + after_s)
 
 
-def test_a_planned_change_begins_with_a_wish_for_a_handoff() -> None:
+def test_a_planned_change_begins_with_a_handoff_request() -> None:
     planned = hand_over(handed(saved=4))
     assert planned.action == HandoffRequest(group=1, after=4, reason="b was asked to leave")
     assert planned.action.number == 5
@@ -489,87 +491,90 @@ def test_a_group_that_has_not_begun_has_nothing_to_hand_over() -> None:
 
 
 def test_a_drain_waits_for_its_handoff_until_its_deadline() -> None:
-    wished = (handed(), handed(wish=1))
-    waiting = hand_over(*wished, after_s=7.9)
+    requested = (handed(), handed(handoff=1))
+    waiting = hand_over(*requested, after_s=7.9)
     assert waiting.action is None
     assert waiting.wake_at == pytest.approx(109.0)
     assert waiting.reason == "b was asked to leave; its ranks are to stop after a common step and save it"
-    assert names(hand_over(*wished, after_s=8.0)) == ["a"]
+    assert names(hand_over(*requested, after_s=8.0)) == ["a"]
 
 
 def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
     a = msgspec.structs.replace(node("a", 1).value, resumed=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
-    wished = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12))
-    assert hand_over(seen, wished, after_s=599.0).action is None
-    assert names(hand_over(seen, wished, after_s=600.0)) == ["a", "b"]
+    requested = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12))
+    assert hand_over(seen, requested, after_s=599.0).action is None
+    assert names(hand_over(seen, requested, after_s=600.0)) == ["a", "b"]
 
 
-def test_a_wish_is_made_anew_if_others_are_committed_and_its_own_is_not() -> None:
+def test_a_handoff_is_requested_again_if_only_other_checkpoints_are_committed() -> None:
     a = msgspec.structs.replace(node("a", 1).value, resumed=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
-    wished = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12))
-    saved = replace(wished, checkpoint=handed(saved=1).checkpoint)
-    assert hand_over(seen, wished, saved, after_s=118.0).action is None
-    assert hand_over(seen, wished, saved, after_s=119.0).action == HandoffRequest(
+    requested = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12))
+    saved = replace(requested, checkpoint=handed(saved=1).checkpoint)
+    assert hand_over(seen, requested, saved, after_s=118.0).action is None
+    assert hand_over(seen, requested, saved, after_s=119.0).action == HandoffRequest(
         group=1, after=1, reason="b joined (np 2)"
     )
 
 
 def test_the_next_group_is_written_while_the_ranks_stand_still() -> None:
-    stands = (handed(), handed(wish=1), handed(wish=1, saved=2, saved_for=1))
-    assert names(hand_over(*stands, after_s=0.9)) == ["a"]
-    assert hand_over(*stands, after_s=1.0).action == HandoffRequest(group=1, after=2, reason="b was asked to leave")
+    quiesced = (handed(), handed(handoff=1), handed(handoff=1, saved=2, saved_for=1))
+    assert names(hand_over(*quiesced, after_s=0.9)) == ["a"]
+    assert hand_over(*quiesced, after_s=1.0).action == HandoffRequest(group=1, after=2, reason="b was asked to leave")
 
 
 def test_a_checkpoint_that_is_not_for_the_handoff_does_not_fulfil_it() -> None:
-    assert hand_over(handed(), handed(wish=1), handed(wish=1, saved=1)).action is None
+    assert hand_over(handed(), handed(handoff=1), handed(handoff=1, saved=1)).action is None
 
 
-def test_what_was_committed_late_or_unseen_is_wished_for_again() -> None:
+def test_a_handoff_that_was_committed_late_or_unseen_is_requested_again() -> None:
     """The ranks may have trained on since."""
     again = HandoffRequest(group=1, after=1, reason="b was asked to leave")
-    late = handed(wish=1, saved=1, saved_for=1, is_late=True)
-    on_time = handed(wish=1, saved=1, saved_for=1)
-    another = handed(wish=1, saved=1)
-    assert hand_over(handed(), handed(wish=1), late).action == again
+    late = handed(handoff=1, saved=1, saved_for=1, is_late=True)
+    on_time = handed(handoff=1, saved=1, saved_for=1)
+    another = handed(handoff=1, saved=1)
+    assert hand_over(handed(), handed(handoff=1), late).action == again
     assert hand_over(on_time).action == again, "the first that this leader sees"
-    assert hand_over(handed(), handed(wish=1), on_time, is_back=True).action == again
-    assert hand_over(handed(), handed(wish=1), another, is_back=True).action == again
+    assert hand_over(handed(), handed(handoff=1), on_time, is_back=True).action == again
+    assert hand_over(handed(), handed(handoff=1), another, is_back=True).action == again
 
 
-def test_after_three_wishes_in_vain_the_change_is_made_in_the_plain_way() -> None:
+def test_after_three_failed_handoff_requests_the_change_is_made_without_one() -> None:
     views = [handed()]
     for number in (1, 3, 5):
-        views += [handed(wish=number, saved=number - 1), handed(wish=number, saved=number + 1, saved_for=number)]
+        views += [handed(handoff=number, saved=number - 1), handed(handoff=number, saved=number + 1, saved_for=number)]
     assert hand_over(*views[:-2], after_s=5.0).action == HandoffRequest(group=1, after=4, reason="b was asked to leave")
     assert names(hand_over(*views, after_s=5.0)) == ["a"]
 
 
-def test_a_wish_that_was_lost_or_written_over_by_an_older_one_is_written_again() -> None:
-    wished = (handed(), handed(wish=1), handed(wish=3, saved=2))
+def test_a_handoff_request_that_was_lost_or_overwritten_by_an_older_one_is_written_again() -> None:
+    requested = (handed(), handed(handoff=1), handed(handoff=3, saved=2))
     again = HandoffRequest(group=1, after=2, reason="b was asked to leave")
-    for last in (handed(saved=2), handed(wish=1, saved=2)):
-        assert hand_over(*wished, last).action == again
+    for last in (handed(saved=2), handed(handoff=1, saved=2)):
+        assert hand_over(*requested, last).action == again
 
 
-def growing(*, wish: int | None = None, stood: str = "", is_late: bool = False) -> ClusterView:
-    """To a, whose script commits, b joins; a wish, and who has said that its ranks stand still for it."""
+def growing(*, handoff: int | None = None, quiesced: str = "", is_late: bool = False) -> ClusterView:
+    """Node b joins a, whose script commits; the requested handoff, and the nodes whose ranks are quiesced for it."""
     a = msgspec.structs.replace(node("a", 1).value, resumed=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
     told = tuple(
-        Quiesced(group=1, node_id=who, incarnation="i", number=wish or 0, step=9, is_late=is_late) for who in stood
+        Quiesced(group=1, node_id=who, incarnation="i", number=handoff or 0, step=9, is_late=is_late)
+        for who in quiesced
     )
-    wished = Stored(HandoffRequest(group=1, after=wish - 1, reason="", in_memory=True), 12, 12) if wish else None
-    return replace(seen, handoff=wished, statuses=statuses(*told))
+    requested = (
+        Stored(HandoffRequest(group=1, after=handoff - 1, reason="", in_memory=True), 12, 12) if handoff else None
+    )
+    return replace(seen, handoff=requested, statuses=statuses(*told))
 
 
-def test_where_those_who_go_on_hold_everything_snapshots_are_enough() -> None:
+def test_snapshots_are_enough_if_the_remaining_members_hold_all_parts() -> None:
     assert hand_over(growing()).action == HandoffRequest(group=1, after=0, reason="b joined (np 2)", in_memory=True)
 
 
 @pytest.mark.parametrize(("size", "is_enough"), [(3, True), (2, True), (1, False)])
-def test_who_goes_must_have_a_neighbour_who_stays(size: int, *, is_enough: bool) -> None:
+def test_each_node_that_leaves_must_have_a_neighbour_that_stays(size: int, *, is_enough: bool) -> None:
     """Of four in a ring: c's neighbours are b and d."""
     nodes = [node(name, age) for age, name in enumerate("abcd", 1)]
     nodes[0] = replace(nodes[0], value=msgspec.structs.replace(nodes[0].value, resumed=1))
@@ -578,41 +583,41 @@ def test_who_goes_must_have_a_neighbour_who_stays(size: int, *, is_enough: bool)
 
 
 def test_the_next_group_is_written_while_the_ranks_stand_still_with_snapshots() -> None:
-    stands = (growing(), growing(wish=1), growing(wish=1, stood="a"))
-    assert names(hand_over(*stands, after_s=0.9)) == ["a", "b"]
+    quiesced = (growing(), growing(handoff=1), growing(handoff=1, quiesced="a"))
+    assert names(hand_over(*quiesced, after_s=0.9)) == ["a", "b"]
 
 
-def test_after_a_wish_for_snapshots_in_vain_a_checkpoint_is_wished_for() -> None:
+def test_after_a_failed_handoff_in_memory_a_checkpoint_is_requested() -> None:
     again = HandoffRequest(group=1, after=1, reason="b joined (np 2)")
-    in_time, late = growing(wish=1, stood="a"), growing(wish=1, stood="a", is_late=True)
-    assert hand_over(growing(), growing(wish=1), in_time, after_s=1.0).action == again
-    assert hand_over(growing(), growing(wish=1), late).action == again
+    in_time, late = growing(handoff=1, quiesced="a"), growing(handoff=1, quiesced="a", is_late=True)
+    assert hand_over(growing(), growing(handoff=1), in_time, after_s=1.0).action == again
+    assert hand_over(growing(), growing(handoff=1), late).action == again
     assert hand_over(in_time).action == again, "the first that this leader sees"
-    assert hand_over(growing(), growing(wish=1), in_time, is_back=True).action == again
+    assert hand_over(growing(), growing(handoff=1), in_time, is_back=True).action == again
 
 
-def test_what_stands_in_memory_is_not_enough_for_one_who_is_asked_to_leave_meanwhile() -> None:
-    stands = growing(wish=1, stood="a")
-    leaving = msgspec.structs.replace(stands.nodes[0].value, is_draining=True)
-    drained = replace(stands, nodes=(replace(stands.nodes[0], value=leaving), *stands.nodes[1:]))
-    planned = hand_over(growing(), growing(wish=1), drained)
+def test_snapshots_are_not_enough_if_a_member_is_asked_to_leave_meanwhile() -> None:
+    quiesced = growing(handoff=1, quiesced="a")
+    leaving = msgspec.structs.replace(quiesced.nodes[0].value, is_draining=True)
+    drained = replace(quiesced, nodes=(replace(quiesced.nodes[0], value=leaving), *quiesced.nodes[1:]))
+    planned = hand_over(growing(), growing(handoff=1), drained)
     assert planned.action == HandoffRequest(group=1, after=1, reason="a was asked to leave")
 
 
-def test_a_wish_has_a_higher_number_than_the_handoff_of_the_last_checkpoint() -> None:
+def test_a_handoff_request_has_a_higher_number_than_the_handoff_of_the_last_checkpoint() -> None:
     """Else it would seem to be met already."""
     saved = handed(saved=3, saved_for=6)
     assert hand_over(saved).action == HandoffRequest(group=1, after=6, reason="b was asked to leave")
 
 
-def test_a_lost_member_is_replaced_at_once_whatever_is_wished() -> None:
-    lost = handed(wish=1)
+def test_a_lost_member_is_replaced_at_once_despite_a_handoff_request() -> None:
+    lost = handed(handoff=1)
     planned = hand_over(handed(), replace(lost, nodes=lost.nodes[:1]))
     assert isinstance(planned.action, Group)
     assert planned.action.cause == "lost"
 
 
-def test_who_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
+def test_a_node_that_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
     both = (failed("a"), failed("b"))
     table: tuple[tuple[str, tuple[str, ...], tuple[ExitReport, ...], tuple[int, tuple[str, ...], str]], ...] = (
         ("", (), (failed("a"),), (4, (), "a")),
@@ -662,7 +667,7 @@ def test_in_a_first_group_warmth_has_no_say() -> None:
     ],
     ids=["once", "twice", "another before", "after a step", "soon", "a script that ran for long", "alone"],
 )
-def test_who_fails_twice_before_a_first_step_while_no_other_does_is_left_out(
+def test_a_node_that_alone_fails_twice_before_a_first_step_is_left_out(
     before: str, step: int, plain_s: float, names_: str, early: str, *, is_out: bool
 ) -> None:
     ended = msgspec.structs.replace(group(*names_, step=7).value, early=before, left_out=(Identity("x", "i"),))
@@ -678,7 +683,7 @@ def failing_early(*, np: Stored[Spec], there: str = "ab") -> ClusterView:
     return view(np, *nodes, now=now, reports=(failed("b", step=7, step_s=1000.0),))
 
 
-def test_the_job_goes_on_without_who_is_left_out_and_says_so() -> None:
+def test_the_job_continues_without_a_node_that_is_left_out_and_reports_it() -> None:
     planned = decide(failing_early(np=spec(1, 2)), after_s=60.0)
     assert names(planned) == ["a"]
     assert isinstance(planned.action, Group)

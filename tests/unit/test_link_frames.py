@@ -86,7 +86,7 @@ def _hear(words: bytes, part: Callable[[LinkConnection], Awaitable[object]]) -> 
     return asyncio.run(play())
 
 
-def test_both_ends_of_a_handshake_know_who_is_there() -> None:
+def test_both_ends_of_a_handshake_know_the_identity_of_the_other() -> None:
     dialled, called = _meet(Credential(KEY, A), B, Credential(KEY, B))
     assert isinstance(dialled, tuple)
     session, answered = dialled
@@ -94,7 +94,7 @@ def test_both_ends_of_a_handshake_know_who_is_there() -> None:
     assert called == LinkCaller(session, A, is_reader=False)
 
 
-def test_a_reader_is_let_in_as_one_by_any_incarnation_of_its_node() -> None:
+def test_a_reader_is_admitted_by_any_incarnation_of_its_node() -> None:
     dialled, called = _meet(Credential(KEY, A), Identity("b", ""), Credential(KEY, B), is_reader=True)
     assert isinstance(dialled, tuple)
     assert called == LinkCaller(dialled[0], A, is_reader=True)
@@ -123,7 +123,7 @@ def test_a_readers_proof_is_no_members() -> None:
     asyncio.run(play(FrameKind.READER_PROOF, b"dial"))
 
 
-def test_who_asks_for_somebody_else_learns_who_is_there_and_is_not_let_in() -> None:
+def test_a_caller_of_another_node_learns_which_node_answers_and_is_refused() -> None:
     dialled, admitted = _meet(Credential(KEY, A), B, Credential(KEY, C))
     assert isinstance(dialled, tuple)
     assert dialled[1] == C
@@ -193,7 +193,7 @@ def test_a_frame_that_is_too_long_is_refused_at_its_header(kind: FrameKind) -> N
     assert str(_hear(header, lambda end: end.receive(kind))) == "something else speaks at its port"
 
 
-def test_a_heartbeat_says_when_it_was_asked_and_what_time_it_was() -> None:
+def test_a_heartbeat_carries_the_time_of_the_question_and_of_the_answer() -> None:
     assert read_pong(pong(ping(5.0), 1e9), now=6.0) == (5.0, 1e9)
 
 

@@ -12,9 +12,8 @@ import msgspec
 
 from agent.core.model import ClusterView, Spec
 from agent.errors import ConfigError
-from agent.operate.jobs import read_view
 from agent.store.api import Compare, Put, Store
-from agent.store.keys import JobKeys, encode
+from agent.store.keys import JobKeys, encode, view_of
 
 
 class SpecView(NamedTuple):
@@ -40,7 +39,7 @@ Edit = Callable[[SpecView], dict[str, Any]]
 
 def live_spec(store: Store, keys: JobKeys) -> SpecView:
     """Read a job's spec. Raises `ConfigError` if the job has ended."""
-    view = read_view(store, keys)
+    view = view_of(store.read(keys.whole()), keys, is_whole=True)
     if view.spec is None or view.result is not None:
         raise ConfigError(f"job {keys.job_id!r} has ended: there is nothing to change")
     return SpecView(view.spec.value, view)

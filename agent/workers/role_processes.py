@@ -11,12 +11,12 @@ from pathlib import Path
 from agent.config import WorkerConfig
 from agent.core import events as ev
 from agent.core.messages import signal_name
-from agent.roles import core
-from agent.roles.environment import RoleFacts, role_environment
+from agent.roles.events import ProcessExited, ReplicaReported
 from agent.roles.plan import RoleProcess
 from agent.roles.shards import ReplicaReport
 from agent.workers.channel import ReplicaMessage
 from agent.workers.launch_plan import Launch, RankCommand, StandbyPlan
+from agent.workers.role_environment import RoleFacts, role_environment
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime.shard_map import ShardMap
 
@@ -34,7 +34,7 @@ class RoleProcesses:
 
     def __init__(
         self,
-        put: Callable[[core.ProcessExited | core.ReplicaReported], None],
+        put: Callable[[ProcessExited | ReplicaReported], None],
         config: WorkerConfig,
         environ: Mapping[str, str],
         facts: RoleFacts,
@@ -110,7 +110,7 @@ class RoleProcesses:
         )
 
     def _on_replica(self, message: ReplicaMessage) -> None:
-        self._put(core.ReplicaReported(ReplicaReport(message.map, message.shard, message.is_whole)))
+        self._put(ReplicaReported(ReplicaReport(message.map, message.shard, message.is_complete)))
 
     def _on_event(self, process: RoleProcess, event: ev.Event) -> None:
         match event:
@@ -122,11 +122,9 @@ class RoleProcesses:
                 pass  # other events are about groups of ranks
 
 
-def _exit_event(process: RoleProcess, incarnation: int, exited: ev.WorkerExited) -> core.ProcessExited:
+def _exit_event(process: RoleProcess, incarnation: int, exited: ev.WorkerExited) -> ProcessExited:
     if exited.signal is not None:
-        return core.ProcessExited(
-            process, incarnation, 128 + exited.signal, f"was killed by {signal_name(exited.signal)}"
-        )
+        return ProcessExited(process, incarnation, 128 + exited.signal, f"was killed by {signal_name(exited.signal)}")
     code = exited.exit_code or 0
     why = f"ended with {code}" + (f": {exited.error}" if exited.error else "") if code else ""
-    return core.ProcessExited(process, incarnation, code, why)
+    return ProcessExited(process, incarnation, code, why)
