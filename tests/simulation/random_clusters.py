@@ -78,6 +78,7 @@ def _live(cluster: Cluster) -> None:
     assert result is not None
     assert result.succeeded or cluster.is_stopped, result
     assert result.exit_code == 0, result
+    assert not cluster.invariants.incidents.missing
 
 
 def _end(cluster: Cluster) -> None:
