@@ -46,8 +46,8 @@ class Recorder:
     """The newest version of the last incidents, by number, in case etcd loses them."""
     ahead: tuple[Stored[Incident], ...] = ()
     """Incidents that this agent has written since the present view was read."""
-    revision: int = 0
-    """Of the last view. If a view is older, etcd has lost its history."""
+    view: ClusterView | None = None
+    """The last one. If the next one is older, etcd has lost its history."""
     writing: IncidentWrite | None = None
     """The write that has no answer yet."""
     written_from: ClusterView | None = None
@@ -121,14 +121,16 @@ def _keep_draft(recorder: Recorder, state: AgentState, now: float) -> Recorder:
 
 
 def _remember(recorder: Recorder, state: AgentState) -> Recorder:
-    view = state.view
-    if view is None:
+    """Forget what a new view shows, and remember the incidents that it has."""
+    view, last = state.view, recorder.view
+    if state.is_store_lost and recorder.ahead:  # perhaps another history comes back, with other revisions
+        recorder = replace(recorder, ahead=())
+    if view is None or view is last:
         return recorder
-    is_other_history = state.is_store_lost or view.revision < recorder.revision
-    ahead = () if is_other_history else tuple(each for each in recorder.ahead if each.mod_revision > view.revision)
-    shown = [each.value for each in _shown(view).values()]
-    known = recorder.known if not shown else _newest((*recorder.known, *shown))
-    return replace(recorder, ahead=ahead, revision=view.revision, known=known)
+    is_older = last is not None and view.revision < last.revision
+    ahead = () if is_older else tuple(each for each in recorder.ahead if each.mod_revision > view.revision)
+    shown = (each.value for each in _shown(view).values())
+    return replace(recorder, ahead=ahead, view=view, known=_newest((*recorder.known, *shown)))
 
 
 def _newest(incidents: Iterable[Incident]) -> tuple[Incident, ...]:
@@ -215,14 +217,14 @@ def _opened(
     state: AgentState,
     view: ClusterView,
 ) -> Incident | None:
-    """Return an incident that etcd does not have (any more). None: there is none, or nothing is known of it."""
+    """Return an incident that etcd does not have, or has lost. None: there is none, or nothing is known of it."""
     group = view.group.value if view.group is not None else None
     known = next((each for each in recorder.known if each.group == number), None)
     if change is not None:
         if known is not None and known.at == change.at:
             return known
     elif group is None or group.number != number:
-        return None
+        return known
     else:
         change = _change_of(group, state)
         if known is not None and _is_about(known, change):

@@ -15,6 +15,7 @@ _WRITTEN_BY = {
     "restore_point": "the leader",
     "handoff": "the leader",
     "handoff_request": "the leader",
+    "changes": "the leader",
     "incidents": "the leader",
     "result": "the leader; `reset` by a command",
     "checkpoint": "the agent whose worker wrote the checkpoint",

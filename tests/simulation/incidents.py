@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ class Incidents:
         self._groups: dict[int, Group] = {}
         self._reached: dict[tuple[int, str], int] = {}
         """By group and node: the step that its ranks of earlier groups had made when all had made one of this group."""
+        self._stepped: dict[tuple[int, str], float] = {}
+        """When that was reported."""
         self._stalled: set[int] = set()
         """Groups in which ranks made no step for a while."""
         self._missed: set[int] = set()
@@ -99,16 +102,17 @@ class Incidents:
         self._changes[group.number] = change
         self._groups[group.number] = group
 
-    @property
-    def missing(self) -> list[str]:
-        """What is not recorded yet of groups that have a successor, or whose ranks have all made a step."""
-        newest, found = max(self._changes, default=0), []
+    def missing(self, until: float) -> list[str]:
+        """What is not recorded of groups that had a successor by then, or whose ranks had all made a step."""
+        found = []
         for number, change in self._changes.items():
-            have_begun = change.members and all((number, each.node_id) in self._reached for each in change.members)
             incident = self._cluster.etcd.record(KEYS.incident(number), Incident)
-            if incident is None and (number < newest or have_begun):
+            reports = [self._stepped.get((number, each.node_id), math.inf) for each in change.members]
+            have_all_stepped = bool(reports) and max(reports) <= until
+            has_successor = self._written.get(number + 1, math.inf) <= until
+            if incident is None and (has_successor or have_all_stepped):
                 found.append(f"group {number} has no incident")
-            elif incident is not None and have_begun and not incident.phases.is_complete:
+            elif incident is not None and have_all_stepped and not incident.phases.is_complete:
                 found.append(f"the incident of group {number} is not complete")
         return found
 
@@ -146,6 +150,7 @@ class Incidents:
             assert rank is not None
             ranks = self._cluster.by_serial[group.members[rank].link].ranks
             self._reached.setdefault((group.number, account.node_id), ranks.before)
+            self._stepped.setdefault((group.number, account.node_id), self._cluster.now)
             self._groups[group.number] = group
 
     def _on_incident(self, key: str) -> None:

@@ -270,7 +270,7 @@ class Story:
             "exit": lambda: self._has_exited(words[0], numbers),
             "starts": lambda: self._agent(words[0]).starts == numbers[0],
             "files": lambda: len(cluster.training.files.names) == numbers[0],
-            "recorded": lambda: not cluster.invariants.incidents.missing,
+            "recorded": lambda: not cluster.invariants.incidents.missing(cluster.now),
             "alive": lambda: self._agent(words[0]).running == numbers[0],
         }
         cluster.run_until(conditions[what])

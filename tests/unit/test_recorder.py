@@ -330,7 +330,11 @@ def test_a_result_says_what_the_incidents_cost() -> None:
     """Including the last one, which may not be written yet."""
     result = Result(run="r", group=2, succeeded=True, exit_code=0, reason="done", at=201.0)
     view = shown(
-        group(2), changes=[change(2)], incidents=[stored(FIRST)], told=statuses(moved(2), exited(2, code=0)), resume=begun(2, 5)
+        group(2),
+        changes=[change(2)],
+        incidents=[stored(FIRST)],
+        told=statuses(moved(2), exited(2, code=0)),
+        resume=begun(2, 5),
     )
     told = summarize(Recorder(), leads(view), result)
     assert told == msgspec.structs.replace(result, summary="1 incident cost 5.0 s; goodput 95.0 %; 2 replayed steps")
