@@ -170,7 +170,10 @@ class Evict:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Write the job's result, if the group and the leadership have not changed and there is no result yet."""
+    """Write the job's result, if the group and the leadership have not changed and there is no result yet.
+
+    The runtime adds a summary of the incidents.
+    """
 
     result: Result
     group_revision: int

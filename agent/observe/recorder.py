@@ -91,6 +91,7 @@ def note_answer(recorder: Recorder, outcome: Outcome, revision: int, now: float)
     incidents = tuple(each.value for each in written)
     return replace(
         recorder,
+        written_from=None,
         ahead=(*recorder.ahead, *written),
         known=_newest((*recorder.known, *incidents)),
         completed=(*recorder.completed, *(each for each in incidents if each.phases.is_complete)),
@@ -157,7 +158,7 @@ def _may_write(recorder: Recorder, state: AgentState, now: float) -> bool:
         return False
     if not (state.is_leader and view.is_whole) or state.is_store_lost or state.has_left:
         return False
-    # A write would only delay the one of the core that is under way. Nothing follows it if this agent leaves.
+    # A write would delay the one of the core that is under way. An agent that leaves has no later turn for it.
     return view.revision >= state.settled_revision and (state.pending is None or state.leaving is not None)
 
 

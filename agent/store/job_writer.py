@@ -92,7 +92,7 @@ class JobWriter:
             if revision == 0:
                 writes.append(Delete(keys.change(incident.group)))
                 writes.append(Delete(keys.statuses(incident.group - 1), is_prefix=True))
-        if self._keeper.has_run_out():
+        if self._keeper.has_run_out():  # another may have led since, as for all records of the leader
             return ev.Outcome.UNKNOWN, 0
         try:
             result = self._store.transact(compares, writes)
