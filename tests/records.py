@@ -6,7 +6,7 @@ from typing import Any
 
 from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
 from agent.core.model import Cause, Failure, Spec
-from agent.core.totals import training_since
+from agent.observe.goodput import training_since
 from agent.observe.report.run_history import RunHistory
 
 BEGAN_AT = 1795300000.0

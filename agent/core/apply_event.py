@@ -133,8 +133,6 @@ def _on_done(state: AgentState, answer: ev.WriteAnswered) -> AgentState:
             return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
         case fx.WriteStatus(status):
             return replace(state, status=WrittenStatus(status.group, status, answer.revision))
-        case fx.WriteIncident(incident):
-            state = replace(state, written=incident)
         case fx.TakeOver() | fx.Register():
             state = replace(state, holder=None)
         case _:

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agent.core.incident import TransitionReport, WorkerEnd
+from agent.core.incident import TransitionReport
 from agent.core.model import Clock, ExitReport, Failure, Group, Identity
 
 _TAIL_CHARACTERS = 400
 """Characters of output that are kept of each failure but the first, since there may be many."""
-_MAX_OTHERS = 64
-"""Failures that are kept beside the first."""
-
 _BETWEEN_RANKS = {
     "torch.distributed.DistBackendError",
     "torch.distributed.DistNetworkError",
@@ -33,7 +30,7 @@ Reporter = ExitReport | TransitionReport
 
 
 @dataclass(frozen=True)
-class _ClockOffset:
+class ClockOffset:
     """The offset of a node's wall clock from the reference clock."""
 
     ahead_s: float
@@ -42,43 +39,9 @@ class _ClockOffset:
 
 def first_failure(reports: Sequence[ExitReport]) -> tuple[ExitReport, Failure] | None:
     """The earliest failure. Causes precede consequences."""
-    ahead = _compare(reports)
+    ahead = compare_clocks(reports)
     failures = [(report, report.failure) for report in reports if report.failure is not None]
-    return min(failures, key=lambda each: _order(each[0], each[1], ahead), default=None)
-
-
-def in_order(reports: Sequence[ExitReport]) -> tuple[WorkerEnd, ...]:
-    """How workers of a group failed: causes before consequences, each in the order of time."""
-    ahead = _compare(reports)
-    failures = [(report, report.failure) for report in reports if report.failure is not None]
-    failures.sort(key=lambda each: _order(each[0], each[1], ahead))
-    return tuple(_ended(each, failures[0], ahead) for each in failures[: _MAX_OTHERS + 1])
-
-
-def with_late(ended: tuple[WorkerEnd, ...], transitions: Sequence[TransitionReport]) -> tuple[WorkerEnd, ...]:
-    """Add the failures that came too late for an exit report: the transition reports of the next group have them."""
-    known = {(each.node_id, each.failure.rank) for each in ended}
-    late = [
-        (report, failure)
-        for report in transitions
-        for failure in report.ended
-        if (report.node_id, failure.rank) not in known
-    ]
-    ahead = _compare(transitions)
-    late.sort(key=lambda each: _order(each[0], each[1], ahead))
-    first = next((report for report in transitions if ended and _has_reported(report, ended[0])), None)
-    if first is not None:
-        added = [_ended(each, (first, ended[0].failure), ahead) for each in late]
-    else:  # the agent that reported the first failure is gone, or there was no report
-        added = [_ended(each, late[0], ahead) for each in late]
-        added = [msgspec.structs.replace(each, error_s=None) for each in added] if ended else added
-    return (*ended, *added)[: _MAX_OTHERS + 1]
-
-
-def _has_reported(report: TransitionReport, ended: WorkerEnd) -> bool:
-    """Whether this agent reported that failure. Another agent with the same node id may have another clock."""
-    has_rank = ended.failure.rank in {failure.rank for failure in report.ended}
-    return report.node_id == ended.node_id and (has_rank or bool(ended.failure.hang))
+    return min(failures, key=lambda each: order_of(each[0], each[1], ahead), default=None)
 
 
 def in_short(failure: Failure) -> Failure:
@@ -131,29 +94,13 @@ def _remoteness(failure: Failure) -> int:
     return 2 if failure.is_peer_lost else 1 if failure.is_early_end else 0
 
 
-def _order(report: Reporter, failure: Failure, ahead: dict[Identity, _ClockOffset]) -> tuple[int, float, int]:
+def order_of(report: Reporter, failure: Failure, ahead: dict[Identity, ClockOffset]) -> tuple[int, float, int]:
+    """Sort key of a failure: causes before consequences, each in the order of time."""
     offset = ahead.get(report.identity)
     return _remoteness(failure), failure.at - (offset.ahead_s if offset is not None else 0.0), failure.rank
 
 
-def _ended(
-    each: tuple[Reporter, Failure], first: tuple[Reporter, Failure], ahead: dict[Identity, _ClockOffset]
-) -> WorkerEnd:
-    (report, failure), (first_report, earliest) = each, first
-    after_s, error_s = failure.at - earliest.at, None
-    mine, its = ahead.get(report.identity), ahead.get(first_report.identity)
-    if earliest.hang:  # a hang has no time of its own
-        after_s = 0.0
-    elif report.identity == first_report.identity:  # the same clock
-        error_s = 0.0
-    elif mine is not None and its is not None:
-        after_s, error_s = after_s - mine.ahead_s + its.ahead_s, mine.error_s + its.error_s
-    if failure is not earliest:
-        failure = in_short(failure)
-    return WorkerEnd(node_id=report.node_id, failure=failure, after_s=after_s, error_s=error_s)
-
-
-def _compare(reporters: Sequence[Reporter]) -> dict[Identity, _ClockOffset]:
+def compare_clocks(reporters: Sequence[Reporter]) -> dict[Identity, ClockOffset]:
     """Compare clocks with the clock of the first reporter, each over as few other nodes as possible."""
     if not reporters:
         return {}
@@ -163,12 +110,12 @@ def _compare(reporters: Sequence[Reporter]) -> dict[Identity, _ClockOffset]:
             links.setdefault(report.identity, []).append(clock)
             back = Clock(who=report.identity, ahead_s=-clock.ahead_s, error_s=clock.error_s)
             links.setdefault(clock.who, []).append(back)
-    found = {reporters[0].identity: _ClockOffset(0.0, 0.0)}
+    found = {reporters[0].identity: ClockOffset(0.0, 0.0)}
     queue = [reporters[0].identity]
     for here in queue:  # the loop appends to the queue
         for clock in sorted(links.get(here, ()), key=lambda each: each.error_s):
             if clock.who not in found:
                 known = found[here]
-                found[clock.who] = _ClockOffset(known.ahead_s + clock.ahead_s, known.error_s + clock.error_s)
+                found[clock.who] = ClockOffset(known.ahead_s + clock.ahead_s, known.error_s + clock.error_s)
                 queue.append(clock.who)
     return found

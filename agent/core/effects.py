@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent.core.incident import Incident
+from agent.core.incident import GroupChange
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Checkpoint,
@@ -22,7 +22,6 @@ from agent.core.model import (
     Result,
     Spec,
     StateId,
-    Stored,
     Suspicion,
 )
 
@@ -96,15 +95,14 @@ class RestoredRecords:
 
 @dataclass(frozen=True)
 class WriteGroup:
-    """Write the next group, if the last group, its incident, the spec and the leadership have not changed."""
+    """Write the next group, if the last group, the spec and the leadership have not changed."""
 
     group: Group
-    incident: Incident | None
-    """Why the group was formed. None: it is an old record that is written again."""
+    change: GroupChange | None
+    """Why and when the group was formed: its incident is made from this. None: the group is an old record that is
+    written again."""
     restored: RestoredRecords | None
     """Written in the same transaction, if etcd has lost these records."""
-    last: Stored[Incident] | None
-    """The incident of the last group: the next one continues its totals."""
     group_revision: int
     spec_revision: int
     leader_revision: int
@@ -119,15 +117,6 @@ class WriteStatus:
     group_revision: int
     status_revision: int
     """mod_revision of this node's record about the group; 0: there is none yet."""
-
-
-@dataclass(frozen=True)
-class WriteIncident:
-    """Complete the incident of the group, if the group and the leadership have not changed."""
-
-    incident: Incident
-    group_revision: int
-    leader_revision: int
 
 
 @dataclass(frozen=True)
@@ -181,7 +170,10 @@ class Evict:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Write the job's result, if the group and the leadership have not changed and there is no result yet."""
+    """Write the job's result, if the group and the leadership have not changed and there is no result yet.
+
+    The runtime adds a summary of the incidents.
+    """
 
     result: Result
     group_revision: int
@@ -207,7 +199,6 @@ StoreEffect = (
     | Campaign
     | WriteGroup
     | WriteStatus
-    | WriteIncident
     | WriteRestorePoint
     | WriteHandoff
     | WriteCheckpoint
@@ -301,7 +292,7 @@ class KillWorkers:
 
 @dataclass(frozen=True)
 class Announce:
-    """Print a sentence for the operator."""
+    """Print a sentence for the operator. Only the core of parameter-server jobs returns it."""
 
     sentence: str
 
@@ -318,4 +309,4 @@ LocalEffect = (
     StartWorkers | SendRestorePoint | RequestHandoff | AnswerPublish | SetHangThreshold | TerminateWorkers | KillWorkers
 )
 
-Effect = StoreEffect | LocalEffect | WatchKeys | HoldLinks | Announce | Exit
+Effect = StoreEffect | LocalEffect | WatchKeys | HoldLinks | Exit

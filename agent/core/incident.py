@@ -1,6 +1,8 @@
 """Records about changes of group: the incident, the transition reports of members, and reports of stalled ranks.
 
-An incident is written together with the group that it led to, and completed once every member has made its first step.
+The leader writes a `GroupChange` together with each group. Its recorder (`agent/observe/recorder.py`) makes the
+incident from it, and completes the incident once every member has made its first step. No decision reads an incident.
+
 Durations are in seconds. Each duration is measured on the clock of one node. Clocks of different nodes are compared
 only where the record has the possible error, too.
 """
@@ -16,6 +18,7 @@ from agent.core.model import (
     Clock,
     Count,
     Failure,
+    Group,
     MemberRecord,
     NodeId,
     Nproc,
@@ -87,6 +90,32 @@ class IncidentMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     node_id: NodeId
     nproc: Nproc
+
+
+def members_of(group: Group) -> tuple[IncidentMember, ...]:
+    """The members of a group, as its incident has them."""
+    return tuple(IncidentMember(node_id=member.node_id, nproc=member.nproc) for member in group.members)
+
+
+class GroupChange(Record, frozen=True, kw_only=True):
+    """Why and when a group was formed. Written with the group, and deleted when its incident is written.
+
+    With the status records of the previous group it is everything that the incident needs, so any later leader can
+    write the incident, even once another group has followed.
+    """
+
+    run: Run
+    group: Count
+    """Number of the group that was formed."""
+    cause: Cause
+    reason: str
+    at: WallClock
+    """When the group was written: wall clock of the leader, seconds since 1970."""
+    members: tuple[IncidentMember, ...]
+    """In rank order. Empty: no node trains."""
+    last_began_after: Count = 0
+    """The step after which the previous group began: its restore point may be overwritten before its incident is
+    complete. 0: at the start of the training, or the script commits no steps."""
 
 
 class Incident(Record, frozen=True, kw_only=True):

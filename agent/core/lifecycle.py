@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, neighbours
-from agent.core.announcements import announce
 from agent.core.apply_event import apply_event, ask_to_leave, held_until, leave_as_asked, should_start_over
-from agent.core.incident import Incident
-from agent.core.incident_log import stamp, sum_up
+from agent.core.incident import GroupChange, members_of
 from agent.core.local_workers import Patience, follow_group
 from agent.core.model import ClusterView, Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
 from agent.core.planner import plan
@@ -74,7 +74,7 @@ def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     if planned is not state.planned:
         state = replace(state, planned=planned)
     decided: Effects = ()
-    for decide in (announce, _decide_workers, _decide_links, _decide_verdict, _decide_store):
+    for decide in (_decide_workers, _decide_links, _decide_verdict, _decide_store):
         state, effects = decide(state, now)
         decided += effects
     return state, decided + _decide_exit(state)
@@ -297,19 +297,41 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
     match planned.action:
         case Group() as group:
             spec_revision = view.spec.mod_revision if view.spec is not None else 0
-            incident = stamp(planned.incident, wall) if planned.incident is not None else None
-            restored, last = planned.restored, view.incident
-            return fx.WriteGroup(group, incident, restored, last, group_revision, spec_revision, leader_revision)
-        case Incident() as incident:
-            return fx.WriteIncident(incident, group_revision, leader_revision)
+            shown = view.resume.value if view.resume is not None else None
+            change = (
+                None
+                if planned.is_old
+                else _group_change(group, planned.restored.resume if planned.restored is not None else shown, wall)
+            )
+            return fx.WriteGroup(group, change, planned.restored, group_revision, spec_revision, leader_revision)
         case HandoffRequest() as handoff:
             return fx.WriteHandoff(handoff, group_revision, leader_revision)
         case RestorePoint() as resume:
             return fx.WriteRestorePoint(resume, group_revision, leader_revision)
         case Result() as result:
-            return fx.WriteResult(sum_up(result, view, wall), group_revision, leader_revision)
+            return fx.WriteResult(msgspec.structs.replace(result, at=wall), group_revision, leader_revision)
         case fx.Refresh() | None as other:
             return other
+
+
+def _group_change(group: Group, resume: RestorePoint | None, wall: float) -> GroupChange:
+    """Return what the incidents of this group and of the one before need, and later writes of groups overwrite.
+
+    Args:
+        group: the group that is to be written.
+        resume: the newest restore point.
+        wall: wall clock, seconds since 1970.
+    """
+    begun = resume.copy if resume is not None and resume.group == group.number - 1 else None
+    return GroupChange(
+        run=group.run,
+        group=group.number,
+        cause=group.cause,
+        reason=group.reason,
+        at=wall,
+        members=members_of(group),
+        last_began_after=begun.step if begun is not None else 0,
+    )
 
 
 def _decide_exit(state: AgentState) -> Effects:

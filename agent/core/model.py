@@ -6,7 +6,7 @@ is immutable, and every tuple has a defined order: nothing may depend on the ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
@@ -16,7 +16,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from agent.core.incident import Incident, StallReport, TransitionReport
+    from agent.core.incident import GroupChange, Incident, StallReport, TransitionReport
     from agent.core.member_status import MemberStatus
 
 
@@ -526,6 +526,18 @@ class Stored(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Backlog:
+    """What the incidents of the last groups are made from. No decision reads it."""
+
+    changes: tuple[GroupChange, ...] = ()
+    """Of the groups whose incident is not written yet, by number."""
+    statuses: tuple[MemberStatus, ...] = ()
+    """What members of earlier groups reported about them."""
+    incidents: tuple[Stored[Incident], ...] = ()
+    """Of the current group, of the groups in `changes`, and of those before each of them; by number."""
+
+
+@dataclass(frozen=True)
 class ClusterView:
     """A view of the job's records: everything that a decision may rest on."""
 
@@ -547,7 +559,8 @@ class ClusterView:
     statuses: tuple[MemberStatus, ...] = ()
     """What members of the current group reported about it, by node id."""
     incident: Stored[Incident] | None = None
-    """The one that made the current group."""
+    """The one that made the current group. No decision reads it."""
+    backlog: Backlog = field(default_factory=Backlog)
 
     @cached_property
     def inventories(self) -> tuple[Inventory, ...]:

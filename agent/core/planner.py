@@ -45,7 +45,6 @@ from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
 from agent.core.handoff import PlannedChange, are_ranks_quiesced
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
-from agent.core.incident_log import complete
 from agent.core.model import CachedRecords, Cause, ClusterView, Failure, Group, Identity, Member, Policy, Stored
 from agent.core.neighbours import silent_members
 from agent.core.observations import Observations
@@ -70,15 +69,15 @@ def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> P
         return _restore(cached, view, seen, policy, now)
     if view.spec is None:
         return Plan(None, "etcd has lost the job, and no node has it cached")
-    planner = _Planner(_accuse(view, seen, now), view.spec.value, seen, policy, now)
+    planner = _Planner(accuse(view, seen, now), view.spec.value, seen, policy, now)
     if planner.spec.stopped_by:
         return planner.stop()
     if planner.group is None or not planner.group.members:
         return planner.gather()
-    return _with_details(planner.follow(planner.group), planner.group, view, seen)
+    return _describe_hang(planner.follow(planner.group), planner.group, view, seen)
 
 
-def _accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
+def accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
     """The view as if the rank that the others wait for had failed, if the group hangs and no rank has failed itself."""
     group = view.group.value if view.group is not None else None
     if any(report.failure is not None and is_own(report.failure) for report in view.exits):
@@ -95,23 +94,17 @@ def _accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
     return view.with_exits((*(each for each in view.exits if each.identity != accused.identity), accused))
 
 
-def _with_details(planned: Plan, group: Group, view: ClusterView, seen: Observations) -> Plan:
-    """Add to a plan without an action: what is known of a hang, and the incident if it can be completed."""
-    if planned.action is not None:
-        return planned
+def _describe_hang(planned: Plan, group: Group, view: ClusterView, seen: Observations) -> Plan:
+    """Add what is known of a hang to a plan without an action."""
     stalls = in_group(group, view.stalls, view.exits)
-    if stalls:
-        heard_at = None if seen.stalled_since is None else seen.stalled_since + REPORT_WITHIN_S
-        wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
-        report = as_report(group, stalls)
-        assert report.failure is not None  # noqa: S101 - a hang is one
-        reason = f"{planned.reason}; {describe(report, report.failure)}"
-        planned = replace(planned, reason=reason, wake_at=min(wakes, default=None))
-    incident = view.incident.value if view.incident is not None else None
-    if incident is None or incident.group != group.number:
+    if planned.action is not None or not stalls:
         return planned
-    resume = view.resume.value if view.resume is not None else None
-    return replace(planned, action=complete(incident, group, resume, view.transitions))
+    heard_at = None if seen.stalled_since is None else seen.stalled_since + REPORT_WITHIN_S
+    wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
+    report = as_report(group, stalls)
+    assert report.failure is not None  # noqa: S101 - a hang is one
+    reason = f"{planned.reason}; {describe(report, report.failure)}"
+    return replace(planned, reason=reason, wake_at=min(wakes, default=None))
 
 
 def _restore(cached: CachedRecords, view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
@@ -122,19 +115,23 @@ def _restore(cached: CachedRecords, view: ClusterView, seen: Observations, polic
     group, restored = cached.group, RestoredRecords(cached.spec, cached.resume, cached.checkpoint)
     if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
         kept = begin_again(None, cached.spec.run) if group is None else group
-        return Plan(kept, "etcd had lost data; all members are back", restored=restored)
-    spec_revision = view.spec.mod_revision if view.spec is not None else 0
-    group_revision = view.group.mod_revision if view.group is not None else 0
-    as_known = replace(
-        view,
-        spec=Stored(cached.spec, 0, spec_revision),
-        group=Stored(group, 0, group_revision),
-        checkpoint=Stored(cached.checkpoint, 0, 0) if cached.checkpoint is not None else None,
-    ).with_exits(())
+        return Plan(kept, "etcd had lost data; all members are back", restored=restored, is_old=True)
     # A pause must not prevent the records from being restored: the next group is formed as if the job were not paused.
     active = msgspec.structs.replace(cached.spec, paused_by="")
-    following = _Planner(as_known, active, replace(seen, outage_ended_at=None), policy, now).follow(group)
-    return replace(following, restored=restored)
+    planner = _Planner(as_cached(cached, view), active, replace(seen, outage_ended_at=None), policy, now)
+    return replace(planner.follow(group), restored=restored)
+
+
+def as_cached(cached: CachedRecords, view: ClusterView) -> ClusterView:
+    """The view as if etcd showed the cached records that it has lost."""
+    spec_revision = view.spec.mod_revision if view.spec is not None else 0
+    group_revision = view.group.mod_revision if view.group is not None else 0
+    return replace(
+        view,
+        spec=Stored(cached.spec, 0, spec_revision),
+        group=Stored(cached.group, 0, group_revision) if cached.group is not None else None,
+        checkpoint=Stored(cached.checkpoint, 0, 0) if cached.checkpoint is not None else None,
+    ).with_exits(())
 
 
 class _Planner(PartitionView):

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from agent.core import incident_log, lineage, rank_order
+from agent.core import lineage, rank_order
 from agent.core.backoff import doubled_s
 from agent.core.budget import FailureCount, highest_step, tally
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.handoff import PlannedChange, prepare_change
-from agent.core.incident import Incident
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Cause,
@@ -35,7 +34,7 @@ HELD_WAITS = 8
 """A growth that lasted this many times as long as the wait before it counts as a success."""
 
 
-Action = Group | HandoffRequest | Incident | RestorePoint | Result | Refresh
+Action = Group | HandoffRequest | RestorePoint | Result | Refresh
 """What a leader can do: write one of these records, or read everything again before it decides."""
 
 
@@ -46,10 +45,10 @@ class Plan:
     action: Action | None
     reason: str
     wake_at: float | None = None
-    incident: Incident | None = None
-    """Written with the group: why it is formed."""
     restored: RestoredRecords | None = None
     """Written with the group, if etcd has lost these records."""
+    is_old: bool = False
+    """The group is not a new one, but a record that etcd has lost."""
 
 
 def required(spec: Spec, group: Group | None) -> int:
@@ -170,8 +169,7 @@ class Proposals:
             unread=failures.unread,
             mistake=failures.mistake,
         )
-        incident = incident_log.open_incident(group, self.view, self.view.exits, self.seen, self.now)
-        return Plan(group, reason, incident=incident)
+        return Plan(group, reason)
 
     def _newcomers(self, members: tuple[Member, ...]) -> tuple[str, ...]:
         """Ids of the nodes that are not in the current group."""

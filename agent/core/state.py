@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.incident import Incident
 from agent.core.local_workers import LocalWorkers
 from agent.core.member_status import WrittenStatus
 from agent.core.model import (
@@ -145,19 +144,8 @@ class AgentState:
     """Its lease was revoked, or nothing more can be done about it."""
     planned: Plan | None = None
     """The plan for the current view. None: this agent does not lead."""
-    has_announced_join: bool = False
-    announced_group: int = 0
     trouble: str = ""
     """Why the last write had no answer. Empty: it had one."""
-    announced_trouble: str = ""
-    announced_reason: str = ""
-    announced_np: str = ""
-    written: Incident | None = None
-    """The last incident that this agent has completed, or added a part to."""
-    announced_incident: int = 0
-    """Number of the last group whose completed incident was announced."""
-    announced_slow: tuple[int, tuple[int, ...]] = (0, ())
-    """Group number, and the ranks of the group that were already announced as stragglers."""
 
     @property
     def node_id(self) -> str:

@@ -187,6 +187,8 @@ def _phases(incident: Incident) -> str:
         return "The duration is not known."
     parts = [f"{duration(each_s)} {_PHASE_MEANING[name]}" for name, each_s in spent(phases) if each_s >= SHOWN_S]
     known = f"{duration(phases.total_s)} {{}}{': ' if parts else ''}{listed(parts) if parts else ''}."
+    if phases.detect_s is None and phases.agree_s is None:
+        known += " How long it took to detect it and to agree on the new group is not known."
     if phases.is_complete:
         return "It took " + known.format("until every rank had made a step")
     return "Not every rank has been seen to make a step (yet); " + known.format("are known")

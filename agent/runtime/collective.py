@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from agent import clock, node_facts
 from agent.config import AgentConfig
@@ -23,6 +25,7 @@ from agent.links.queries import LiveRanks
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import log
 from agent.observe.notices import NodeDifferences, WaitNotices
+from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
 from agent.ports import PortHold
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
@@ -86,6 +89,11 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             config, store, inbox, self._heartbeat, node_facts.is_agent_alive, self._final_report.before_leaving
         )
         self._watch = observer(config)
+        self._state: AgentState
+        """After the last step of the core."""
+        self._recorder = Recorder()
+        self._answers: deque[tuple[ev.Outcome, int]] = deque()
+        """How writes of incidents ended, until the next turn."""
 
     def _core(self) -> Core[AgentState, ev.Event, fx.Effect]:
         return Core(step, wake_at)
@@ -108,8 +116,20 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                 self._inbox.put(event)
 
     def _look(self, state: AgentState, now: float) -> None:
+        self._state = state
+        self._record(now)
         self._watch(state, now)
         self._outages.update(state, now)
+
+    def _record(self, now: float) -> None:
+        """Log what is announced, and write the incidents that are due."""
+        while self._answers:
+            self._recorder = note_answer(self._recorder, *self._answers.popleft(), now)
+        self._recorder, sentences, write = observe_turn(self._recorder, self._state, now)
+        for sentence in sentences:
+            log.info(sentence)
+        if write is not None:
+            self._client.record(write, self._on_recorded)
 
     def _close(self) -> None:
         self._health.close()
@@ -136,6 +156,10 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             etcd_s=self._client.keeper.latency_s(),
         )
 
+    def _on_recorded(self, outcome: ev.Outcome, revision: int) -> None:
+        self._answers.append((outcome, revision))
+        self._inbox.put(ev.Ticked())
+
     def _on_part(self, part: SnapshotPart) -> None:
         self._workers.snapshots.store_replica(part)
 
@@ -143,8 +167,6 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
 
     def _act(self, effect: fx.Effect) -> None:  # noqa: C901, PLR0912 - one a kind of effect
         match effect:
-            case fx.Announce(sentence):
-                log.info(sentence)
             case fx.WatchKeys():
                 self._client.follow(effect)
             case fx.HoldLinks(me, secret, peers):
@@ -167,6 +189,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                 self._workers.kill(group)
             case fx.Exit():
                 raise AssertionError(effect)
+            case fx.WriteResult(result):
+                self._client.do(replace(effect, result=summarize(self._recorder, self._state, result)))
             case _:
                 self._is_leaving |= isinstance(effect, fx.Deregister)
                 self._client.do(effect)

@@ -140,7 +140,7 @@ def run_loop(
         inbox: yields the events.
         heartbeat: beats after each turn.
         act: carries out an effect; must not block.
-        look: is shown the state after each turn, with the time of the turn.
+        look: is shown the state after each step, with its time, before the effects are carried out.
     """
     now = clock.now()
     while True:
@@ -151,9 +151,9 @@ def run_loop(
             return event
         now = clock.now()
         state, effects = core.step(state, event, now)
+        look(state, now)
         for effect in effects:
             if isinstance(effect, Exit):
                 return effect
             act(effect)
-        look(state, now)
         heartbeat.beat()

@@ -69,7 +69,7 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
 
     @abstractmethod
     def _look(self, state: State, now: float) -> None:
-        """Look at the state after a turn of the loop, to log what is news."""
+        """Look at the state after a step of the core, before its effects are carried out: log what is new in it."""
 
     @abstractmethod
     def _close(self) -> None:

@@ -24,7 +24,7 @@ from agent.roles.model import RoleNode, RoleSpec
 from agent.roles.store import RoleKeys, RoleWriter
 from agent.runtime.loop import Heartbeat, Inbox
 from agent.store.api import KeyRange, Snapshot, Store
-from agent.store.job_writer import JobWriter
+from agent.store.job_writer import IncidentWrite, JobWriter
 from agent.store.keys import JobKeys, Views
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
@@ -170,7 +170,7 @@ class CollectiveClient(StoreClient):
     ) -> None:
         super().__init__(store, inbox, heartbeat)
         self._keys = JobKeys(config.job.job_id)
-        writer = JobWriter(
+        self._writer = JobWriter(
             store,
             self._keys,
             self.keeper,
@@ -179,7 +179,7 @@ class CollectiveClient(StoreClient):
             refresh_view=self._mirror.refresh,
             is_process_alive=is_process_alive,
         )
-        self._run = around(writer.run)
+        self._run = around(self._writer.run)
         self.follow(first_watch(config))
 
     def follow(self, watch: fx.WatchKeys) -> None:
@@ -199,6 +199,10 @@ class CollectiveClient(StoreClient):
     def do(self, effect: fx.StoreEffect) -> None:
         """Carry out an effect on the store thread, after those before it. The answer goes to the inbox."""
         self._store_thread.do(partial(self._carry_out, effect))
+
+    def record(self, write: IncidentWrite, on_answer: Callable[[ev.Outcome, int], None]) -> None:
+        """Write incidents on the store thread, after what it has to do before. `on_answer` is called there."""
+        self._store_thread.do(lambda: on_answer(*self._writer.write_incidents(write)))
 
     def _on_lease_lost(self) -> None:
         self._mirror.refresh()  # the core registers again once it misses the agent's record

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.incident import Incident
 from agent.core.member_status import MemberStatus, WrittenStatus
 from agent.core.model import Node, Stored
 from agent.errors import LeaseGone, RecordError, StoreUnavailable
@@ -23,6 +24,16 @@ Writes = Sequence[Put | Delete]
 
 _INCIDENTS = 200
 """How many are kept."""
+
+
+@dataclass(frozen=True)
+class IncidentWrite:
+    """Write incidents, if the leadership and none of them has changed."""
+
+    incidents: tuple[tuple[Incident, int], ...]
+    """Each with the mod_revision of the record that it replaces. 0: there is none yet."""
+    leader_revision: int
+    """create_revision of the leader key."""
 
 
 class JobWriter:
@@ -65,6 +76,29 @@ class JobWriter:
             return self._run(effect)
         except StoreUnavailable as error:
             return ev.WriteAnswered(effect, ev.Outcome.UNKNOWN, reason=str(error))
+
+    def write_incidents(self, write: IncidentWrite) -> tuple[ev.Outcome, int]:
+        """Write incidents, and delete what they were made from. Never raises `StoreUnavailable`.
+
+        Returns:
+            How the write ended, and the revision of the store.
+        """
+        keys = self._keys
+        compares = [Compare(keys.leader, create_revision=write.leader_revision)]
+        writes: list[Put | Delete] = []
+        for incident, revision in write.incidents:
+            compares.append(Compare(keys.incident(incident.group), mod_revision=revision))
+            writes.append(Put(keys.incident(incident.group), encode(incident)))
+            if revision == 0:
+                writes.append(Delete(keys.change(incident.group)))
+                writes.append(Delete(keys.statuses(incident.group - 1), is_prefix=True))
+        if self._keeper.has_run_out():  # another may have led since, as for all records of the leader
+            return ev.Outcome.UNKNOWN, 0
+        try:
+            result = self._store.transact(compares, writes)
+        except StoreUnavailable:
+            return ev.Outcome.UNKNOWN, 0
+        return (ev.Outcome.DONE if result.succeeded else ev.Outcome.REFUSED), result.revision
 
     def _run(self, effect: fx.StoreEffect) -> ev.WriteAnswered:  # noqa: PLR0911 - one for each kind of effect
         match effect:
@@ -131,15 +165,15 @@ class JobWriter:
             case fx.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
                 ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint, keys.handoff)]
-                statuses = Delete(keys.statuses(), is_prefix=True)
-                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, statuses]
+                told = [Delete(prefix, is_prefix=True) for prefix in (keys.statuses(), keys.changes)]
+                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
             case fx.UpdateNode() | fx.Campaign() | fx.WriteSuspicion() | fx.ClearSuspicion():
                 return self._own(effect)
             case fx.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):
                 is_current = Compare(keys.group, mod_revision=group_revision)
                 is_next = Compare(keys.checkpoint, mod_revision=checkpoint_revision)
                 return [is_current, is_next], [Put(keys.checkpoint, encode(checkpoint))]
-            case fx.WriteGroup() | fx.WriteIncident() | fx.WriteRestorePoint() | fx.WriteHandoff() | fx.WriteResult():
+            case fx.WriteGroup() | fx.WriteRestorePoint() | fx.WriteHandoff() | fx.WriteResult():
                 return self._led(effect)
             case _:
                 raise AssertionError(effect)
@@ -182,7 +216,7 @@ class JobWriter:
                 return [], [Delete(keys.suspect(suspect))]
 
     def _led(
-        self, effect: fx.WriteGroup | fx.WriteIncident | fx.WriteRestorePoint | fx.WriteHandoff | fx.WriteResult
+        self, effect: fx.WriteGroup | fx.WriteRestorePoint | fx.WriteHandoff | fx.WriteResult
     ) -> tuple[Sequence[Compare], Writes]:
         """What only the leader writes."""
         keys = self._keys
@@ -193,13 +227,8 @@ class JobWriter:
             Compare(keys.leader, create_revision=effect.leader_revision),
         ]
         match effect:
-            case fx.WriteGroup(last=last):
-                as_seen = [Compare(keys.spec, mod_revision=effect.spec_revision)]
-                if last is not None:
-                    as_seen.append(Compare(keys.incident(last.value.group), mod_revision=last.mod_revision))
-                return [*lead, *as_seen], self._group_writes(effect)
-            case fx.WriteIncident(incident):
-                return lead, [Put(keys.incident(incident.group), encode(incident))]
+            case fx.WriteGroup():
+                return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self._group_writes(effect)
             case fx.WriteRestorePoint(resume):
                 return lead, [Put(keys.resume, encode(resume))]
             case fx.WriteHandoff(handoff):
@@ -210,10 +239,11 @@ class JobWriter:
     def _group_writes(self, effect: fx.WriteGroup) -> Writes:
         keys, group, restored = self._keys, effect.group, effect.restored
         writes: list[Put | Delete] = [Put(keys.group, encode(group))]
-        writes.append(Delete(keys.statuses(group.number - 2), is_prefix=True))
-        writes.append(Delete(keys.incident(group.number - _INCIDENTS)))
-        if effect.incident is not None:
-            writes.append(Put(keys.incident(group.number), encode(effect.incident)))
+        # Usually only the incident is left of these: the rest was deleted when it was written.
+        old = group.number - _INCIDENTS
+        writes += [Delete(keys.incident(old)), Delete(keys.change(old)), Delete(keys.statuses(old), is_prefix=True)]
+        if effect.change is not None:
+            writes.append(Put(keys.change(group.number), encode(effect.change)))
         if restored is not None:
             again = ((keys.spec, restored.spec), (keys.resume, restored.resume), (keys.checkpoint, restored.checkpoint))
             writes += [Put(key, encode(record)) for key, record in again if record is not None]

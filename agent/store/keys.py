@@ -11,6 +11,7 @@ field or a wrong type is a `RecordError` that names the key.
 | `leader` | yes | `Leader` |
 | `group` | no | `Group` |
 | `status/{number}/{node_id}` | no | `MemberStatus` |
+| `changes/{number}` | no | `GroupChange` |
 | `incidents/{number}` | no | `Incident` |
 | `restore_point` | no | `RestorePoint` |
 | `handoff` | no | `HandoffRequest` |
@@ -30,9 +31,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from agent.core.incident import Incident
+from agent.core.incident import GroupChange, Incident
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
+    Backlog,
     Checkpoint,
     ClusterView,
     Group,
@@ -57,7 +59,7 @@ R = TypeVar("R", bound=Record)
 
 _KINDS = (
     *(Spec, Node, Leader, Group, MemberStatus),
-    *(Incident, RestorePoint, HandoffRequest, Checkpoint, Suspicion, Result),
+    *(GroupChange, Incident, RestorePoint, HandoffRequest, Checkpoint, Suspicion, Result),
 )
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 """Made here, and so on one thread: msgspec crashes where two threads meet a kind of record for the first time."""
@@ -141,6 +143,15 @@ class JobKeys:
     def status(self, status: MemberStatus) -> str:
         """What one member reports about one group."""
         return self.statuses(status.group) + status.node_id
+
+    @property
+    def changes(self) -> str:
+        """Prefix of all changes of group whose incident is not written yet."""
+        return self.prefix + "changes/"
+
+    def change(self, group: int) -> str:
+        """Why and when one group was formed."""
+        return f"{self.changes}{group}"
 
     @property
     def incidents(self) -> str:
@@ -238,6 +249,13 @@ class _Records:
         at = bisect_left(self._paths, key)
         return self._read(self._items[at], kind) if self._paths[at : at + 1] == [key] else None
 
+    def if_readable(self, key: str, kind: type[R]) -> Stored[R] | None:
+        try:
+            return self.one(key, kind)
+        except RecordError as error:
+            self._unread[key] = str(error)
+            return None
+
     def under(self, prefix: str, kind: type[R]) -> list[Stored[R]]:
         following = islice(self._items, bisect_left(self._paths, prefix), None)
         found = []
@@ -255,6 +273,8 @@ def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) ->
     found = [each.value for each in under(keys.statuses(), MemberStatus)]
     # Only leaders see any. Others need not compare the members, which takes long in a large group.
     statuses = of_members(group.value, found) if group is not None and found else ()
+    number = group.value.number if group is not None else 0
+    backlog = _backlog(records, number, [each for each in found if each.group < number], keys)
     spec = one(keys.spec, Spec)
     resume, checkpoint = one(keys.resume, RestorePoint), one(keys.checkpoint, Checkpoint)
     handoff = one(keys.handoff, HandoffRequest)
@@ -276,7 +296,22 @@ def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) ->
         suspects=tuple(under(keys.suspects, Suspicion)),
         nodes=tuple(sorted(under(keys.nodes, Node), key=lambda node: node.create_revision)),
         statuses=statuses,
-        incident=one(keys.incident(group.value.number), Incident) if group is not None else None,
+        incident=next((each for each in backlog.incidents if each.value.group == number), None),
+        backlog=backlog,
+    )
+
+
+def _backlog(records: _Records, number: int, earlier: list[MemberStatus], keys: JobKeys) -> Backlog:
+    """What the incidents of the current group, of this number, and of earlier ones are made from."""
+    if number == 0:
+        return Backlog()
+    changes = sorted((each.value for each in records.under(keys.changes, GroupChange)), key=lambda each: each.group)
+    numbers = {number, *(each.group for each in changes), *(each.group - 1 for each in changes)}
+    incidents = (records.if_readable(keys.incident(each), Incident) for each in sorted(numbers))
+    return Backlog(
+        changes=tuple(changes),
+        statuses=tuple(earlier),
+        incidents=tuple(each for each in incidents if each is not None),
     )
 
 

@@ -13,6 +13,8 @@ _WRITTEN_BY = {
     "group": "the leader",
     "restore_point": "the leader",
     "handoff": "the leader",
+    "handoff_request": "the leader",
+    "changes": "the leader",
     "incidents": "the leader",
     "result": "the leader; `reset` by a command",
     "checkpoint": "the agent whose worker wrote the checkpoint",

@@ -19,6 +19,10 @@ MODULES = (
     "agent.roles.shards",
     "agent.roles.store",
     "agent.store.job_writer",
+    "agent.observe.announcements",
+    "agent.observe.incident_log",
+    "agent.observe.recorder",
+    "agent.observe.stragglers",
 )
 
 

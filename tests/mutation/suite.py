@@ -32,8 +32,9 @@ TESTS = (
     "unit.test_roles",
     "unit.test_roles_shards",
     "unit.test_job_store",
+    "unit.test_recorder",
 )
-"""Test modules of the core, which with the scenarios take every branch of it: `scripts/quick` measures that."""
+"""Test modules of the core and the recorder. With the scenarios they take every branch, as `scripts/quick` checks."""
 _SEEDED = "simulation.test_seeded_scenarios"
 _SEEDS = 1
 """Number of seeds of each seeded scenario."""

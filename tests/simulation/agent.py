@@ -17,8 +17,9 @@ from agent.core.lifecycle import step, wake_at
 from agent.core.model import ClusterView, Node, Policy, Replica, StateId
 from agent.core.state import AgentFacts, AgentState
 from agent.errors import StoreUnavailable
+from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
 from agent.store.api import Lease
-from agent.store.job_writer import JobWriter
+from agent.store.job_writer import IncidentWrite, JobWriter
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -27,6 +28,8 @@ _USAGE = 2
 """The code with which an agent ends whose node id another has."""
 PARTS = ("inventory", "quiesced", "transition", "stall", "exit")
 """Of a member's status."""
+_LOOP_S = 0.6
+"""How often the loop of an agent turns at least."""
 _BUFFERS = 2
 """Copies that a node holds in memory."""
 
@@ -124,6 +127,8 @@ class Agent:
         self._arrives_at = 0.0
         self._alarm: float | None = None
         self._is_writing = False
+        self.recorder = Recorder()
+        self._is_recording = False
         self._ports = 0
         self.decided_from: ClusterView | None = None
         """What the last write rests on."""
@@ -210,6 +215,7 @@ class Agent:
             self.state, effects = step(self.state, event, self.clock())
         except ArithmeticError as error:  # of numbers that grow as long as a job lasts
             raise AssertionError(f"{self.name} dies of {error!r}") from error
+        self._record()
         self.cluster.trace(self, event, effects)
         self.cluster.transcript.on_turn(self)
         if self.state.leaving is not None and self.state.leaving.code == _USAGE and not was_leaving:
@@ -248,8 +254,6 @@ class Agent:
     def _act(self, effect: fx.Effect) -> None:
         self.cluster.transcript.on_act(self, effect)
         match effect:
-            case fx.Announce(sentence):
-                self.cluster.tell(f"{self.name}: {sentence}")
             case fx.WatchKeys():
                 self.mirror.follow(effect)
             case fx.HoldLinks():
@@ -273,6 +277,8 @@ class Agent:
                 self.exit, self.gone_at = effect, self.cluster.now
                 self.cluster.tell(f"{self.name}: {sentence}")
                 self.cluster.network.update()
+            case fx.WriteResult(result):
+                self._do(replace(effect, result=summarize(self.recorder, self.state, result)))
             case _:
                 self._do(effect)
 
@@ -306,6 +312,33 @@ class Agent:
         if node.host != self.state.me.host:
             return None
         return any(each.state.me.pid == node.pid and not each.is_gone for each in self.cluster.agents)
+
+    # Incidents
+
+    def _record(self) -> None:
+        """Announce what is new, and write the incidents that are due, beside the writes of the core."""
+        self.recorder, sentences, write = observe_turn(self.recorder, self.state, self.clock())
+        for sentence in sentences:
+            self.cluster.tell(f"{self.name}: {sentence}")
+        if write is None:
+            return
+        assert not self._is_recording, f"{self.name} has two writes of incidents under way"
+        self._is_recording = True
+        self.later(self.cluster.random.uniform(0.0, self.cluster.latency_s), lambda: self._run_record(write))
+        self.hooks.pop("WriteIncident", _nothing)()
+
+    def _run_record(self, write: IncidentWrite) -> None:
+        self.client.fate = self.lost.pop("WriteIncident", None)
+        outcome, revision = self.job.write_incidents(write)
+        slow = 1.0 if outcome is ev.Outcome.UNKNOWN else self.cluster.latency_s
+        self.later(self.cluster.random.uniform(0.0, slow), lambda: self._note_recorded(outcome, revision))
+
+    def _note_recorded(self, outcome: ev.Outcome, revision: int) -> None:
+        self._is_recording = False
+        self.recorder = note_answer(self.recorder, outcome, revision, self.clock())
+        self._record()
+        if outcome is ev.Outcome.UNKNOWN:  # the loop of a real agent turns more often
+            self.later(_LOOP_S, self._record)
 
     # Copies in memory
 

@@ -1,6 +1,7 @@
 """What must hold of incidents, and of what they are made of; checked against what really happened.
 
-- Each group after a start has an incident under its number, with its cause.
+- With each group after a start its change is written: its cause and its members. Its incident says the same. Once a
+  group has a successor, or has made its first step, it has one incident, which is complete if all members reported.
 - Workers that it names did end in the group before; the first one was first, and the others came as much later as it
   says, within the error that it tells. (Not once a clock has jumped.)
 - The replayed steps that it counts were repeated, and no others.
@@ -11,13 +12,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simulation.etcd import KEYS
 
-from agent.core.incident import Incident, TransitionReport
+from agent.core.incident import GroupChange, Incident, TransitionReport
 from agent.core.member_status import MemberStatus
 from agent.store.api import KeyChange
 from agent.store.keys import encode
@@ -56,6 +58,15 @@ class Incidents:
         self._ends: dict[int, list[_End]] = {}
         self._written: dict[int, float] = {}
         """When each group was."""
+        self._changes: dict[int, GroupChange] = {}
+        """As they were written with groups whose records etcd has not lost since."""
+        self._groups: dict[int, Group] = {}
+        self._reached: dict[tuple[int, str], int] = {}
+        """By group and node: the step that its ranks of earlier groups had made when all had made one of this group."""
+        self._stepped: dict[tuple[int, str], float] = {}
+        """When that was reported."""
+        self._stalled: set[int] = set()
+        """Groups in which ranks made no step for a while."""
         self._missed: set[int] = set()
         """Groups in which a node's record was gone for a while, or for good."""
         self._last: Incident | None = None
@@ -65,6 +76,7 @@ class Incidents:
     def forget(self) -> None:
         """Etcd has lost its data."""
         self._last = None
+        self._changes.clear()
         self._values.clear()
         self._writes.clear()
 
@@ -79,16 +91,30 @@ class Incidents:
             self._missed.add(group.number)
 
     def on_group(self, group: Group, keys: set[str]) -> None:
-        """The next group was written: with its incident."""
-        assert KEYS.incident(group.number) in keys, f"group {group.number} has no incident"
-        incident = self._cluster.etcd.record(KEYS.incident(group.number), Incident)
-        assert incident is not None
-        about = (incident.run, incident.group, incident.cause, incident.reason)
-        assert about == (group.run, group.number, group.cause, group.reason), incident
-        assert [place.node_id for place in incident.members] == [member.node_id for member in group.members]
+        """The next group was written: with why it is."""
+        assert KEYS.change(group.number) in keys, f"group {group.number} has no change"
+        change = self._cluster.etcd.record(KEYS.change(group.number), GroupChange)
+        assert change is not None
+        about = (change.run, change.group, change.cause, change.reason)
+        assert about == (group.run, group.number, group.cause, group.reason), change
+        assert [place.node_id for place in change.members] == [member.node_id for member in group.members]
         self._written[group.number] = self._cluster.now
-        if incident.ended and not self._cluster.has_jumped:
-            self._check_order(incident)
+        self._changes[group.number] = change
+        self._groups[group.number] = group
+
+    def missing(self, until: float) -> list[str]:
+        """What is not recorded of groups that had a successor by then, or whose ranks had all made a step."""
+        found = []
+        for number, change in self._changes.items():
+            incident = self._cluster.etcd.record(KEYS.incident(number), Incident)
+            reports = [self._stepped.get((number, each.node_id), math.inf) for each in change.members]
+            have_all_stepped = bool(reports) and max(reports) <= until
+            has_successor = self._written.get(number + 1, math.inf) <= until
+            if incident is None and (has_successor or have_all_stepped):
+                found.append(f"group {number} has no incident")
+            elif incident is not None and have_all_stepped and not incident.phases.is_complete:
+                found.append(f"the incident of group {number} is not complete")
+        return found
 
     def on_write(self, change: KeyChange) -> None:
         """Something was told of the workers, or an incident was written."""
@@ -102,6 +128,8 @@ class Incidents:
         else:
             status = self._cluster.etcd.record(key, MemberStatus)
             assert status is not None
+            if status.stall is not None:
+                self._stalled.add(status.group)
             if status.transition is None:
                 return
             self._on_transition(status.transition)
@@ -116,6 +144,14 @@ class Incidents:
         assert len(known) in {1, 5}, report
         assert known == sorted(known), report
         assert report.stopped_s >= 0.0, report
+        group = self._cluster.group
+        if report.stepped_s is not None and group is not None:
+            rank = group.node_rank(report.identity)
+            assert rank is not None
+            ranks = self._cluster.by_serial[group.members[rank].link].ranks
+            self._reached.setdefault((group.number, report.node_id), ranks.before)
+            self._stepped.setdefault((group.number, report.node_id), self._cluster.now)
+            self._groups[group.number] = group
 
     def _on_incident(self, key: str) -> None:
         incident = self._cluster.etcd.record(key, Incident)
@@ -124,6 +160,12 @@ class Incidents:
         assert min(spent) >= 0.0, incident
         self._check_totals(incident)
         self._check_ended(incident)
+        change = self._changes.get(incident.group)
+        if change is not None:
+            about = (incident.run, incident.group, incident.cause, incident.reason, incident.at, incident.members)
+            assert about == (change.run, change.group, change.cause, change.reason, change.at, change.members), incident
+        if incident.ended and incident.phases.stop_s is None and not self._cluster.has_jumped:
+            self._check_order(incident)
         if incident.phases.is_complete:
             self._check_complete(incident)
 
@@ -168,16 +210,15 @@ class Incidents:
 
     def _check_complete(self, incident: Incident) -> None:
         """Where the group began, what it did again, and how long nobody trained."""
-        group = self._cluster.group
-        assert group is not None
-        assert group.number == incident.group
+        group = self._groups[incident.group]
         world = self._cluster.training.world_of(group)
         assert world is not None
         assert world.made, f"nobody has made a step of group {group.number}"
-        members = [self._cluster.by_serial[member.link].ranks for member in group.members]
-        assert incident.step == _step(self._cluster.resume), incident
-        replayed = max(0, max(ranks.before for ranks in members) - incident.step)
-        assert incident.replayed_steps == replayed, f"{replayed} steps were repeated: {incident}"
+        resume = self._cluster.invariants.resumes.get(group.number)
+        assert resume is None or incident.step == _step(resume), incident
+        reached = max(self._reached[group.number, member.node_id] for member in group.members)
+        replayed = max(0, reached - incident.step)
+        assert incident.replayed_steps == replayed, f"{replayed} steps were replayed: {incident}"
         if self._cluster.has_jumped:
             return
         lost_s = incident.phases.total_s
@@ -187,9 +228,7 @@ class Incidents:
     def _fault_at(self, incident: Incident) -> float:
         """When what made this group happened at the earliest."""
         first = incident.ended[0] if incident.ended else None
-        told = self._cluster.etcd.records(KEYS.statuses(incident.group - 1), MemberStatus)
-        has_stalled = any(each.stall is not None for each in told)
-        if has_stalled or incident.group - 1 in self._missed:  # something was wrong with it before
+        if incident.group - 1 in self._stalled | self._missed:  # something was wrong with it before
             return self._written.get(incident.group - 1, _STARTED_AT)
         if first is None or first.failure.hang or first.failure.is_peer_lost or incident.cause != "failed":
             return self._written.get(incident.group - 1, _STARTED_AT)
@@ -197,5 +236,5 @@ class Incidents:
         return min(ends)
 
 
-def _step(resume: RestorePoint | None) -> int:
-    return resume.copy.step if resume is not None and resume.copy is not None else 0
+def _step(resume: RestorePoint) -> int:
+    return resume.copy.step if resume.copy is not None else 0

@@ -75,6 +75,8 @@ class Invariants:
         """Ranks that were quiesced when the next group was written, and after which step."""
         self._is_stood_in_memory = False
         self.result: Result | None = None
+        self.ended_at = float("inf")
+        """When the result was written."""
         self._nodes: dict[str, str] = {}
         self._statuses: dict[str, MemberStatus] = {}
         """Those in etcd, by key."""
@@ -452,4 +454,4 @@ class Invariants:
             return
         assert self.result is None or self.result == result, "a result was rewritten"
         self._check_leads()
-        self.result = result
+        self.result, self.ended_at = result, self._cluster.now

@@ -8,6 +8,8 @@ from simulation.faults import Faults
 _NAMES = ("a", "b", "c", "d", "e")
 _LIVE_S = 180.0
 """A handoff that was not completed is requested again after 120 s."""
+_RECORD_S = 5.0
+"""An incident is recorded so much later at the latest: answers may be lost, and leaders may leave with the job."""
 
 
 def play(seed: int, *, steps: int, is_traced: bool = False) -> Cluster:
@@ -72,12 +74,20 @@ def _live(cluster: Cluster) -> None:
         number = cluster.max_group
         cluster.run(6.0)
         assert cluster.max_group == number, "and then it is left alone"
+        _are_recorded(cluster, cluster.now - _RECORD_S)
         _end(cluster)
     cluster.run_until(lambda: all(agent.exit for agent in cluster.agents), within_s=_LIVE_S)
     result = cluster.invariants.result
     assert result is not None
     assert result.succeeded or cluster.is_stopped, result
     assert result.exit_code == 0, result
+    _are_recorded(cluster, cluster.invariants.ended_at - _RECORD_S)
+
+
+def _are_recorded(cluster: Cluster, until: float) -> None:
+    """Each change of group that was over by then has its incident."""
+    missing = cluster.invariants.incidents.missing(until)
+    assert not missing, missing
 
 
 def _end(cluster: Cluster) -> None:

@@ -31,6 +31,7 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 | `run SECONDS`, `until step N`, `until group N`, `until checkpoint N`, `until exit NAME` | time passes |
 | `expect training NAME...`, `expect group N`, `expect exit NAME CODE`, `expect starts NAME N` | so it is in a minute |
 | `expect files N`, `expect alive NAME N` | so many names are in the directory; workers of group N live there |
+| `expect recorded` | each group that has a successor, or has made its first step, has its incident |
 
 `leader` and `rank0` stand for the node that is it. Epochs are `closes` steps long, and a save closes each. Options of a
 job: with `hangs=S` somebody looks for hangs; with `handoff` ranks stop together when asked to;
@@ -269,6 +270,7 @@ class Scenario:
             "exit": lambda: self._has_exited(words[0], numbers),
             "starts": lambda: self._agent(words[0]).starts == numbers[0],
             "files": lambda: len(cluster.training.files.names) == numbers[0],
+            "recorded": lambda: not cluster.invariants.incidents.missing(cluster.now),
             "alive": lambda: self._agent(words[0]).running == numbers[0],
         }
         cluster.run_until(conditions[what])

@@ -8,16 +8,21 @@ from functools import partial
 import msgspec
 from simulation.agent import Agent
 from simulation.cluster import POLICY, Cluster
-from statuses import statuses
 
 from agent.core import cached_records, fence, lineage, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.apply_event import leave_as_asked
 from agent.core.budget import agent_exit_code, describe
-from agent.core.causes import with_late
-from agent.core.incident import Incident, Phases, Totals, TransitionReport, WorkerEnd
-from agent.core.incident_log import complete, open_incident
+from agent.core.incident import (
+    GroupChange,
+    Incident,
+    Phases,
+    Totals,
+    TransitionReport,
+    WorkerEnd,
+    members_of,
+)
 from agent.core.lifecycle import step
 from agent.core.local_workers import LocalWorkers, exit_report
 from agent.core.model import (
@@ -41,6 +46,7 @@ from agent.core.model import (
 from agent.core.observations import Observations
 from agent.core.planner import plan
 from agent.core.transitions import WorkerObservations
+from agent.observe.incident_log import complete, draft, open_incident, with_late
 
 COPY = StateId(run="r", group=2, step=3)
 ASKED = ev.PublishAsked(2, Checkpoint(copy=COPY, name="n", private=".n", manifest_sha256="", kept=(), superseded=()))
@@ -317,6 +323,10 @@ def test_what_was_restored_is_not_restored_again() -> None:
     assert cached_records.lost_data(replace(shown, nodes=nodes)) is None
 
 
+def change(number: int) -> GroupChange:
+    return GroupChange(run="r", group=number, cause="lost", reason="", at=20.0, members=())
+
+
 def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_brought_back() -> None:
     """The group that it made is not the one that was lost: nothing is added to it."""
     shown = view_of_group(3, begun=3)
@@ -326,16 +336,13 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
     phases = Phases(detect_s=1.0, agree_s=1.0, stop_s=5.0)
     old = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=phases)
-    following = msgspec.structs.replace(group, number=4)
-    drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), Observations(), 20.0)
-    assert drafted.before == old.totals
+    following = change(4)
+    assert open_incident(draft(following, shown, Observations(), 20.0), old).before == old.totals
     came = Observations(group=3, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=101.0)
-    drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), came, 112.0)
-    assert drafted.phases.agree_s == 11.0, "from the fault on, which is no older group's"
-    another = open_incident(
-        msgspec.structs.replace(following, run="s"), replace(shown, incident=Stored(old, 1, 1)), (), came, 112.0
-    )
-    assert (another.before, another.began_at) == (Totals(), 0.0), "of another run nothing"
+    opened = open_incident(draft(following, shown, came, 112.0), old)
+    assert opened.phases.agree_s == 11.0, "from the fault on, which is no older group's"
+    another = open_incident(draft(msgspec.structs.replace(following, run="s"), shown, came, 112.0), old)
+    assert (another.before, another.began_at) == (Totals(), another.at), "of another run nothing"
 
 
 def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
@@ -348,14 +355,14 @@ def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
     told = TransitionReport(
         group=2, node_id="a", incarnation="i", stopped_s=0.0, entered_s=0.5, joined_s=1.0, loaded_s=2.0, stepped_s=11.0
     )
-    view = replace(shown, group=Stored(group, 2, 2), incident=Stored(made, 1, 1), statuses=statuses(told))
+    completed = complete(msgspec.structs.replace(made, members=members_of(group)), (told,), 0)
+    view = replace(shown, group=Stored(group, 2, 2))
     came = Observations(group=2, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=110.0)
-    following = msgspec.structs.replace(group, number=3)
-    drafted = open_incident(following, view, (), came, 112.0)
-    assert drafted.before.downtime_s == 11.0
-    assert drafted.phases.total_s == 1.0
+    opened = open_incident(draft(change(3), view, came, 112.0), completed)
+    assert opened.before.downtime_s == 11.0
+    assert opened.phases.total_s == 1.0
     newcomer = replace(came, not_before=float("-inf"))
-    assert open_incident(following, view, (), newcomer, 112.0).phases.total_s == 11.0
+    assert open_incident(draft(change(3), view, newcomer, 112.0), completed).phases.total_s == 11.0
 
 
 def test_another_agent_under_the_first_ones_node_id_does_not_count_with_its_clock() -> None:
@@ -404,14 +411,13 @@ def test_a_step_takes_as_long_as_on_the_slowest_node() -> None:
     assert shown.group is not None
     members = tuple(Member(node_id=name, incarnation="i", address="h", nproc=1, port=1, link=2) for name in ("a", "b"))
     group = msgspec.structs.replace(shown.group.value, members=members)
-    made = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=Phases())
+    members = members_of(group)
+    made = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=members, phases=Phases())
     told = tuple(
         TransitionReport(group=2, node_id=name, incarnation="i", stopped_s=0.0, step_s=step_s)
         for name, step_s in (("a", 1.0), ("b", 3.0))
     )
-    completed = complete(made, group, None, told)
-    assert completed is not None
-    assert completed.step_s == 3.0
+    assert complete(made, told, 0).step_s == 3.0
 
 
 def test_an_agent_that_an_operator_drained_was_not_preempted() -> None:

@@ -13,6 +13,7 @@ from simulation.etcd import ETCD, FATES
 _NAMES = ("a", "b", "c", "d")
 _EFFECTS = (
     "WriteGroup",
+    "WriteIncident",
     "WriteHandoff",
     "WriteRestorePoint",
     "WriteCheckpoint",

@@ -14,7 +14,7 @@ from simulation.etcd import KEYS
 
 from agent.core import effects as fx
 from agent.core.hangs import as_report, in_group
-from agent.core.incident import Incident, StallReport, WorkerEnd
+from agent.core.incident import GroupChange, Incident, StallReport, WorkerEnd
 from agent.core.member_status import MemberStatus
 from agent.core.messages import rivals
 from agent.core.model import (
@@ -158,7 +158,7 @@ class Transcript:
             case Spec():
                 found = _spec(record, last if isinstance(last, Spec) else None)
             case Group():
-                found = [_group(record, self._cluster.etcd.record(KEYS.incident(record.number), Incident))]
+                found = [_group(record, self._failed(record))]
             case Incident():
                 found = self._incident(record, last if isinstance(last, Incident) else None)
             case RestorePoint():
@@ -173,8 +173,18 @@ class Transcript:
                 pass
         return found
 
+    def _failed(self, group: Group) -> tuple[WorkerEnd, ...]:
+        """How workers of the group before failed, as the leader saw it that wrote this one."""
+        change = self._cluster.etcd.record(KEYS.change(group.number), GroupChange)
+        writer = self._cluster.etcd.writer
+        drafts = writer.recorder.drafts if writer is not None else ()
+        return next((each.ended for each in drafts if each.change == change), ())
+
     def _incident(self, incident: Incident, last: Incident | None) -> Iterator[str]:
-        """The line of a completed incident. What it says as it is opened is in the line of its group."""
+        """The lines of an incident that is completed, or opened by another leader than the one that wrote its group."""
+        if last is None and incident.phases.detect_s is None:
+            told = [_ended(incident.ended)] if incident.ended else []
+            yield ", ".join([f"incident {incident.group} from records", *told])
         if not incident.phases.is_complete or (last is not None and last.phases.is_complete):
             return
         ended = f", {_ended(incident.ended)}" if last is not None and incident.ended != last.ended else ""
@@ -214,7 +224,7 @@ class Transcript:
             self.name("waits", agent.name)
 
     def _on_slow(self, agent: Agent) -> None:
-        (number, ranks), last = agent.state.announced_slow, self._slow.get(agent.serial, (0, ()))
+        (number, ranks), last = agent.recorder.announced.slow, self._slow.get(agent.serial, (0, ()))
         self._slow[agent.serial] = number, ranks
         for rank in ranks:
             if number != last[0] or rank not in last[1]:
@@ -303,9 +313,9 @@ def _reported(node: Node) -> tuple[bool, bool, bool, int, int]:
     return node.is_draining, bool(node.unfit), node.is_warming, cached, node.reachable_group
 
 
-def _group(group: Group, incident: Incident | None) -> str:
+def _group(group: Group, ended: tuple[WorkerEnd, ...]) -> str:
     members = " ".join(member.node_id for member in group.members) or "nobody"
-    cause = f"{group.cause}: {_ended(incident.ended)}" if incident is not None and incident.ended else group.cause
+    cause = f"{group.cause}: {_ended(ended)}" if ended else group.cause
     counted = [("restarts", group.restarts), ("flaps", group.flaps), ("unread", group.unread)]
     told = [f"{name} {value}" for name, value in counted if value]
     if group.last:

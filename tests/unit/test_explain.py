@@ -220,6 +220,13 @@ def test_a_wait_says_that_nobody_trained() -> None:
     )
 
 
+def test_what_only_a_lost_leader_saw_is_reported_as_unknown() -> None:
+    known = Phases(stop_s=1.0, start_s=1.0, join_s=0.0, load_s=0.0, first_step_s=2.0)
+    (told,) = [each for each in explain(crash(phases=known), FIRST) if each.startswith("It took")]
+    assert told.startswith("It took 4.0 s until every rank had made a step: ")
+    assert told.endswith(". How long it took to detect it and to agree on the new group is not known.")
+
+
 def test_unknown_phases_are_reported_as_unknown() -> None:
     assert "The duration is not known." in explain(crash(phases=Phases()), FIRST)
     text = said(crash(phases=Phases(detect_s=2.0), replayed_steps=0))

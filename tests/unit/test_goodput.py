@@ -7,8 +7,7 @@ from records import BEGAN_AT, Run, ended
 
 from agent.core.incident import Phases
 from agent.core.model import Result
-from agent.core.totals import summary, training_since
-from agent.observe.goodput import DOWNTIME_PHASES, REPLAY
+from agent.observe.goodput import DOWNTIME_PHASES, REPLAY, summary, training_since
 
 
 def test_downtime_is_summed_by_phase_and_by_cause() -> None:

@@ -18,8 +18,8 @@ from agent.core.member_status import WrittenStatus
 from agent.core.model import ClusterView, ExitReport, Failure, Group, Identity, Member, Spec, Stored, Suspicion
 from agent.core.observations import Observations, follow, observe
 from agent.core.planner import plan
-from agent.core.stragglers import stragglers
 from agent.core.transitions import WorkerObservations, due_status
+from agent.observe.stragglers import stragglers
 
 NAMES = ("a", "b", "c")
 GROUP = Group(

@@ -25,7 +25,7 @@ from agent.core.model import (
     StateId,
 )
 from agent.store.api import Delete, KeyRange, Put
-from agent.store.job_writer import JobWriter
+from agent.store.job_writer import IncidentWrite, JobWriter
 from agent.store.keys import JobKeys
 from agent.store.memory import MemoryStore
 
@@ -60,15 +60,12 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     """Each write, as decided from these revisions, with the records that it rests on."""
     led = {"group_revision": at["group"], "leader_revision": at["leader"]}
     told = {"group_revision": at["group"]}
-    last = SimpleNamespace(value=INCIDENT, mod_revision=at["incident"])
     lead = {"group", "leader"}
-    group = fx.WriteGroup(GROUP, None, None, last, spec_revision=at["spec"], **led)  # type: ignore[arg-type]
+    group = fx.WriteGroup(GROUP, None, None, spec_revision=at["spec"], **led)
     resume = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
     result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="")
     return {
-        "group": (group, lead | {"spec", "incident"}),
-        "first group": (replace(group, last=None), lead | {"spec"}),
-        "incident": (fx.WriteIncident(INCIDENT, **led), lead),
+        "group": (group, lead | {"spec"}),
         "resume": (fx.WriteRestorePoint(resume, **led), lead),
         "handoff": (fx.WriteHandoff(HandoffRequest(group=1, after=0, reason=""), **led), lead),
         "result": (fx.WriteResult(result, **led), lead | {"result"}),
@@ -115,17 +112,79 @@ def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
     assert job.run(effect).outcome is (Outcome.REFUSED if changed in rests_on else Outcome.DONE)
 
 
-def test_a_new_group_deletes_the_records_of_the_group_before_the_last() -> None:
-    """The last one's is needed still, and without end nothing may be kept."""
+@pytest.mark.parametrize("changed", ["leader", "incident", "group", "nothing"])
+def test_an_incident_is_written_by_the_leader_and_once(changed: str) -> None:
+    """Also once another group has followed."""
     store = MemoryStore()
     job = store_of_job(store)
     at = {name: write(store, name) for name in SEEN}
-    store.transact([], [Put(KEYS.statuses(number) + "a", b"{}") for number in range(2, 8)])
+    if changed != "nothing":
+        write(store, changed)
+    outcome, _ = job.write_incidents(IncidentWrite(((INCIDENT, at["incident"]),), at["leader"]))
+    assert outcome is (Outcome.REFUSED if changed in {"leader", "incident"} else Outcome.DONE)
+
+
+def test_incidents_are_written_together_or_not_at_all() -> None:
+    store = MemoryStore()
+    job = store_of_job(store)
+    at = {name: write(store, name) for name in SEEN}
+    next_one = msgspec.structs.replace(INCIDENT, group=2)
+    write_both = IncidentWrite(((INCIDENT, at["incident"]), (next_one, 7)), at["leader"])
+    assert job.write_incidents(write_both)[0] is Outcome.REFUSED
+    assert [item.mod_revision for item in store.read((KeyRange(KEYS.incident(1)),)).items] == [at["incident"]]
+
+
+def test_incidents_are_not_written_once_the_lease_has_run_out() -> None:
+    store = MemoryStore()
+    job = store_of_job(store)
+    at = {name: write(store, name) for name in SEEN}
+    told = IncidentWrite(((INCIDENT, at["incident"]),), at["leader"])
+    job._keeper = SimpleNamespace(has_run_out=lambda: True)  # type: ignore[assignment]
+    assert job.write_incidents(told) == (Outcome.UNKNOWN, 0)
+
+
+def kept(store: MemoryStore) -> list[str]:
+    ranges = [KeyRange(prefix, is_prefix=True) for prefix in (KEYS.statuses(), KEYS.changes, KEYS.incidents)]
+    return [item.key.removeprefix(KEYS.prefix) for item in store.read(ranges).items]
+
+
+def test_with_its_incident_goes_what_that_was_made_from() -> None:
+    """And with the completed one nothing more."""
+    store = MemoryStore()
+    job = store_of_job(store)
+    leader = write(store, "leader")
+    old = [Put(KEYS.statuses(number) + "a", b"{}") for number in range(2, 5)]
+    store.transact([], [*old, *(Put(KEYS.change(number), b"{}") for number in range(2, 5))])
+    incident = msgspec.structs.replace(INCIDENT, group=3)
+    outcome, revision = job.write_incidents(IncidentWrite(((incident, 0),), leader))
+    left = ["changes/2", "changes/4", "incidents/3", "status/3/a", "status/4/a"]
+    assert (outcome, kept(store)) == (Outcome.DONE, left)
+    assert job.write_incidents(IncidentWrite(((incident, revision),), leader))[0] is Outcome.DONE
+    assert kept(store) == left
+
+
+def test_nothing_is_kept_without_end() -> None:
+    """Even if no incident is ever written."""
+    store = MemoryStore()
+    job = store_of_job(store)
+    at = {name: write(store, name) for name in SEEN}
+    store.transact([], [Delete(KEYS.status(STATUS)), Delete(KEYS.incident(1))])
+    for number in (3, 4):
+        keys = (KEYS.statuses(number) + "a", KEYS.change(number), KEYS.incident(number))
+        store.transact([], [Put(key, b"{}") for key in keys])
     effect, _ = effects(at)["group"]
     assert isinstance(effect, fx.WriteGroup)
-    assert job.run(replace(effect, group=msgspec.structs.replace(GROUP, number=5))).outcome is Outcome.DONE
-    left = [item.key for item in store.read((KeyRange(KEYS.statuses(), is_prefix=True),)).items]
-    assert left == [KEYS.statuses(number) + "a" for number in range(1, 8) if number != 3]
+    assert job.run(replace(effect, group=msgspec.structs.replace(GROUP, number=203))).outcome is Outcome.DONE
+    assert kept(store) == ["changes/4", "incidents/4", "status/4/a"]
+
+
+def test_a_job_that_is_started_over_keeps_only_incidents() -> None:
+    store = MemoryStore()
+    job = store_of_job(store)
+    at = {name: write(store, name) for name in SEEN}
+    store.transact([], [Put(KEYS.change(1), b"{}")])
+    assert job.run(effects(at)["start over"][0]).outcome is Outcome.DONE
+    assert kept(store) == ["incidents/1"]
 
 
 def test_a_refused_status_comes_back_with_the_record_that_is_there() -> None:

@@ -86,7 +86,7 @@ def test_the_loop_acts_on_effects_in_order_up_to_the_exit_and_shows_each_state()
         run_loop(Core(step), "", inbox, Heartbeat(8.0), done.append, lambda state, _now: shown.append(state)) == ended
     )
     assert done == ["a", "a again", "b", "b again"]
-    assert shown == ["a"]
+    assert shown == ["a", "ab"]
 
 
 def test_the_loop_wakes_when_its_core_wants_it_to() -> None:

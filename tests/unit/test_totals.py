@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agent.core.incident import Incident, IncidentMember, Phases, Totals
-from agent.core.totals import duration, goodput, percent, summary, training_since
+from agent.core.totals import duration, percent
+from agent.observe.goodput import goodput, summary, training_since
 
 
 def _incident(*, at: float, phases: Phases, before: Totals = Totals(), began_at: float = 100.0) -> Incident:  # noqa: B008

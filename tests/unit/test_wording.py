@@ -13,7 +13,6 @@ from statuses import Part, statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.announcements import announce
 from agent.core.budget import EXIT_NO_RESTART
 from agent.core.fence import settle
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport, TransitionReport
@@ -42,7 +41,8 @@ from agent.core.model import (
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
 from agent.core.state import AgentState, Leaving
-from agent.core.stragglers import Straggler
+from agent.observe.announcements import Announced, announce
+from agent.observe.stragglers import Straggler
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -264,7 +264,8 @@ def test_a_plan_without_the_job_or_after_an_outage_has_a_reason() -> None:
     assert plan(shown, seen, POLICY, 9.0).reason == "etcd was away; waiting for b to return"
 
 
-SETTLED = AgentState(ME, POLICY, cached=CachedRecords(spec=SPEC, group=None), announced_np="2", has_announced_join=True)
+SETTLED = AgentState(ME, POLICY, cached=CachedRecords(spec=SPEC, group=None))
+TOLD = Announced(np="2", has_joined=True)
 COMPLETE = Incident(
     run="r",
     group=1,
@@ -277,29 +278,27 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
 
 
 @pytest.mark.parametrize(
-    ("state", "sentences"),
+    ("told", "state", "sentences"),
     [
-        (replace(SETTLED, has_announced_join=False, view=view(SPEC, A, group=None)), ["joined job job as a"]),
-        (replace(SETTLED, announced_np=""), ["the job's np is 2; --np=3 given here is not used"]),
-        (replace(SETTLED, announced_np="1"), ["np is now 2 (by someone)"]),
-        (replace(SETTLED, cached=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; test"]),
+        (replace(TOLD, has_joined=False), replace(SETTLED, view=view(SPEC, A, group=None)), ["joined job job as a"]),
+        (replace(TOLD, np=""), SETTLED, ["the job's np is 2; --np=3 given here is not used"]),
+        (replace(TOLD, np="1"), SETTLED, ["np is now 2 (by someone)"]),
+        (TOLD, replace(SETTLED, cached=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; test"]),
         (
+            TOLD,
             replace(SETTLED, cached=CachedRecords(spec=SPEC, group=but(PAIR, members=(A.member,)))),
             ["group 1: 1 rank on a; test"],
         ),
-        (replace(SETTLED, cached=CachedRecords(spec=SPEC, group=WAIT)), ["group 1: no node trains; lost x"]),
-        (replace(SETTLED, trouble="no way"), ["a write was not answered: no way"]),
-        (replace(SETTLED, announced_trouble="no way"), ["etcd takes writes again"]),
-        (
-            replace(SETTLED, view=LEADS, written=COMPLETE, announced_group=1),
-            ["group 1 after 1.0 s: lost x; first step 1.0 s"],
-        ),
+        (TOLD, replace(SETTLED, cached=CachedRecords(spec=SPEC, group=WAIT)), ["group 1: no node trains; lost x"]),
+        (TOLD, replace(SETTLED, trouble="no way"), ["a write was not answered: no way"]),
+        (replace(TOLD, trouble="no way"), SETTLED, ["etcd takes writes again"]),
+        (replace(TOLD, group=1), replace(SETTLED, view=LEADS), ["group 1 after 1.0 s: lost x; first step 1.0 s"]),
     ],
 )
-def test_a_change_is_announced_once(state: AgentState, sentences: list[str]) -> None:
-    state, told = announce(state, 0.0)
-    assert told == tuple(fx.Announce(sentence) for sentence in sentences)
-    assert announce(state, 0.0)[1] == ()
+def test_news_is_told_once(told: Announced, state: AgentState, sentences: list[str]) -> None:
+    told, new = announce(told, state, (COMPLETE,))
+    assert new == tuple(sentences)
+    assert announce(told, state, (COMPLETE,))[1] == ()
 
 
 def test_a_slow_rank_is_named_with_its_share_of_a_step() -> None:

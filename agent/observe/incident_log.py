@@ -1,0 +1,291 @@
+"""The incident log: incidents are opened from what is known of a change of group, and completed from members' reports.
+
+The downtime of an incident lasts from the fault to the first step of the slowest rank, plus the time for replayed
+steps. If a group ends before that first step, all of its time is downtime.
+
+All functions are pure. `recorder.py` decides when each incident is opened and completed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from agent.core.budget import highest_step
+from agent.core.causes import ClockOffset, Reporter, compare_clocks, in_short, order_of
+from agent.core.handoff import can_hand_off
+from agent.core.hangs import is_due
+from agent.core.incident import GroupChange, Incident, Phases, Totals, TransitionReport, WorkerEnd
+from agent.core.member_status import MemberStatus
+from agent.core.model import ClusterView, ExitReport, Failure, Group, Identity, Member, Result, Stored
+from agent.core.observations import Observations
+from agent.core.planner import accuse
+from agent.observe.goodput import summary, training_since
+
+_MAX_OTHERS = 64
+"""Failures that are kept beside the first."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the leader that wrote a group saw of the fault before it. Times are on its monotonic clock."""
+
+    change: GroupChange
+    last: int
+    """Number of the group before. 0: there was none."""
+    ended: tuple[WorkerEnd, ...]
+    """How workers of that group failed."""
+    step_s: float | None
+    """The usual time of a step in that group. None: nothing was reported."""
+    fault_at: float
+    """When the fault happened, or the change was decided."""
+    broken_since: float | None
+    """Since when the fault was known. None: the change was planned."""
+    not_before: float
+    """When the group before appeared. -inf: the leader did not see that."""
+    group_since: float
+    """When the leader first saw the group before."""
+    decided_at: float
+    commits: bool
+    """Whether the script of the group before commits steps, so that its first step would have been seen."""
+
+
+def draft(change: GroupChange, view: ClusterView, seen: Observations, now: float) -> Draft:
+    """Keep what the incident of a group needs of the moment at which the group is written.
+
+    Args:
+        change: of the group that is to be written.
+        view: the view that this was decided from: the previous group is the current one, a hang is an exit report.
+        seen: the observations of the leader.
+        now: monotonic, in seconds.
+    """
+    group = view.group.value if view.group is not None else None
+    return Draft(
+        change=change,
+        last=group.number if group is not None else 0,
+        ended=in_order(view.exits),
+        step_s=max((report.step_s for report in view.exits), default=None),
+        fault_at=_fault_at(view, seen, now),
+        broken_since=seen.broken_since,
+        not_before=seen.not_before,
+        group_since=seen.group_since,
+        decided_at=now,
+        commits=group is not None and bool(group.members) and can_hand_off(group, view),
+    )
+
+
+def _fault_at(view: ClusterView, seen: Observations, now: float) -> float:
+    """When the current incident began, on the leader's clock."""
+    if view.group is None or not view.group.value.members:
+        return seen.group_since  # no node has trained since then
+    if seen.fault_at is not None:
+        return seen.fault_at
+    stopped_at = seen.handoff_progress.fulfilled_since
+    return now if stopped_at is None else stopped_at
+
+
+def open_incident(drafted: Draft, last: Incident | None) -> Incident:
+    """Open the incident of a group that this leader has written.
+
+    Args:
+        drafted: what this leader saw.
+        last: the incident before, completed as far as possible.
+    """
+    is_of_last_group = last is not None and last.group == drafted.last
+    trained_at = drafted.not_before + last.phases.after_s if last is not None and is_of_last_group else -math.inf
+    fault_at = min(max(drafted.fault_at, trained_at), drafted.decided_at)
+    known_at = fault_at if drafted.broken_since is None else max(fault_at, drafted.broken_since)
+    ran_s = fault_at - drafted.group_since if is_of_last_group and drafted.commits else 0.0
+    incident = _opened(drafted.change, last, drafted.ended, drafted.step_s, ran_s)
+    phases = Phases(detect_s=known_at - fault_at, agree_s=drafted.decided_at - known_at)
+    return msgspec.structs.replace(incident, phases=phases)
+
+
+def open_from_records(
+    change: GroupChange, last: Incident | None, statuses: Sequence[MemberStatus], *, commits: bool
+) -> Incident:
+    """Open the incident of a group that another leader wrote. Until when the fault was not known is not known either.
+
+    Args:
+        change: of the group.
+        last: the incident before, completed as far as possible.
+        statuses: what members of the group before reported about it.
+        commits: whether the script commits steps.
+    """
+    before = last if last is not None and last.group == change.group - 1 else None
+    reports = _exits(before, statuses)
+    ran_s = change.at - before.at if before is not None and before.members and commits else 0.0
+    step_s = max((report.step_s for report in reports), default=None)
+    return _opened(change, last, in_order(reports), step_s, ran_s)
+
+
+def _exits(before: Incident | None, statuses: Sequence[MemberStatus]) -> tuple[ExitReport, ...]:
+    """The exit reports of a group that is over, including a hang and an early end. `before`: its incident."""
+    exits = tuple(each.exit for each in statuses if each.exit is not None)
+    if before is None:  # without its members in rank order neither can be told
+        return exits
+    incarnations = {each.node_id: each.incarnation for each in statuses}
+    members = [
+        Member(
+            node_id=each.node_id,
+            incarnation=incarnations.get(each.node_id, ""),
+            address="",
+            nproc=each.nproc,
+            port=0,
+            link=0,
+        )
+        for each in before.members
+    ]
+    group = Group(
+        run=before.run,
+        number=before.group,
+        members=tuple(members),
+        cause=before.cause,
+        reason=before.reason,
+        restarts=0,
+        step=0,
+        reached=0,
+    )
+    view = ClusterView(0, is_whole=True, group=Stored(group, 0, 0), statuses=tuple(statuses))
+    seen = Observations(stalled_since=-math.inf if is_due(view.stalls) else None)
+    return accuse(view, seen, math.inf).exits
+
+
+def _opened(
+    change: GroupChange, last: Incident | None, ended: tuple[WorkerEnd, ...], step_s: float | None, ran_s: float
+) -> Incident:
+    """An incident without phases. `ran_s`: how long the group before existed until the fault, if its script commits."""
+    is_same_run = last is not None and last.run == change.run
+    return Incident(
+        run=change.run,
+        group=change.group,
+        cause=change.cause,
+        reason=change.reason,
+        at=change.at,
+        began_at=training_since(last) if last is not None and is_same_run else change.at,
+        members=change.members,
+        ended=ended,
+        phases=Phases(),
+        step_s=step_s if step_s is not None else last.step_s if last is not None else 0.0,
+        before=_so_far(last, ran_s) if last is not None and is_same_run else Totals(),
+    )
+
+
+def _so_far(last: Incident, ran_s: float) -> Totals:
+    """The totals of the run until now. Time without a first step is downtime."""
+    if last.phases.is_complete:
+        return last.totals
+    lost_s = max(0.0, ran_s - last.phases.after_s)
+    return msgspec.structs.replace(last.totals, downtime_s=last.totals.downtime_s + lost_s)
+
+
+def complete(incident: Incident, transitions: Sequence[TransitionReport], began_after: int) -> Incident:
+    """Add the reports of the members to the incident that led to their group, once all have reported.
+
+    Args:
+        incident: as it is known so far.
+        transitions: the reports of its members about the group.
+        began_after: the step after which the group began. 0: at the start of the training.
+    """
+    if incident.phases.is_complete or len(transitions) < len(incident.members):
+        return incident
+    by_node = {report.node_id: report for report in transitions}
+    reports = [by_node[member.node_id] for member in incident.members if member.node_id in by_node]
+    if not reports or len(reports) < len(incident.members):
+        return incident
+    reached = max(report.before for report in reports)
+    phases = _phases(incident.phases, reports)
+    return msgspec.structs.replace(
+        incident,
+        ended=with_late(incident.ended, reports),
+        phases=phases,
+        step=began_after,
+        replayed_steps=max(0, reached - began_after) if phases.is_complete else 0,
+        step_s=max((report.step_s for report in reports), default=0.0) or incident.step_s,
+    )
+
+
+def _phases(before: Phases, reports: Sequence[TransitionReport]) -> Phases:
+    """Add the phases after the write of the group. Each one ends when the slowest rank has finished it."""
+    stopped = max(report.stopped_s for report in reports)
+    if any(report.stepped_s is None for report in reports):
+        return msgspec.structs.replace(before, stop_s=stopped)
+    ends = [stopped]
+    for name in ("entered_s", "joined_s", "loaded_s", "stepped_s"):
+        ends.append(max(ends[-1], *(getattr(report, name) for report in reports)))
+    start, join, load, first_step = (end - begin for begin, end in pairwise(ends))
+    return msgspec.structs.replace(
+        before, stop_s=stopped, start_s=start, join_s=join, load_s=load, first_step_s=first_step
+    )
+
+
+def sum_up(result: Result, last: Incident | None, view: ClusterView) -> Result:
+    """Add to a result a summary of what the run's incidents cost. `last`: the newest incident."""
+    if last is None or last.run != result.run:
+        return result
+    text = summary(
+        last.totals,
+        training_since(last),
+        result.at,
+        has_failed=result.state == "failed",
+        commits=view.group is not None and highest_step(view.group.value, view.exits) > 0,
+    )
+    return msgspec.structs.replace(result, summary=text)
+
+
+# The order of failures
+
+
+def in_order(reports: Sequence[ExitReport]) -> tuple[WorkerEnd, ...]:
+    """How workers of a group failed: causes before consequences, each in the order of time."""
+    ahead = compare_clocks(reports)
+    failures = [(report, report.failure) for report in reports if report.failure is not None]
+    failures.sort(key=lambda each: order_of(each[0], each[1], ahead))
+    return tuple(_ended(each, failures[0], ahead) for each in failures[: _MAX_OTHERS + 1])
+
+
+def with_late(ended: tuple[WorkerEnd, ...], transitions: Sequence[TransitionReport]) -> tuple[WorkerEnd, ...]:
+    """Add the failures that came too late for an exit report: the transition reports of the next group have them."""
+    known = {(each.node_id, each.failure.rank) for each in ended}
+    late = [
+        (report, failure)
+        for report in transitions
+        for failure in report.ended
+        if (report.node_id, failure.rank) not in known
+    ]
+    ahead = compare_clocks(transitions)
+    late.sort(key=lambda each: order_of(each[0], each[1], ahead))
+    first = next((report for report in transitions if ended and _has_reported(report, ended[0])), None)
+    if first is not None:
+        added = [_ended(each, (first, ended[0].failure), ahead) for each in late]
+    else:  # the agent that reported the first failure is gone, or there was no report
+        added = [_ended(each, late[0], ahead) for each in late]
+        added = [msgspec.structs.replace(each, error_s=None) for each in added] if ended else added
+    return (*ended, *added)[: _MAX_OTHERS + 1]
+
+
+def _has_reported(report: TransitionReport, ended: WorkerEnd) -> bool:
+    """Whether this agent reported that failure. Another agent with the same node id may have another clock."""
+    has_rank = ended.failure.rank in {failure.rank for failure in report.ended}
+    return report.node_id == ended.node_id and (has_rank or bool(ended.failure.hang))
+
+
+def _ended(
+    each: tuple[Reporter, Failure], first: tuple[Reporter, Failure], ahead: dict[Identity, ClockOffset]
+) -> WorkerEnd:
+    (report, failure), (first_report, earliest) = each, first
+    after_s, error_s = failure.at - earliest.at, None
+    mine, its = ahead.get(report.identity), ahead.get(first_report.identity)
+    if earliest.hang:  # a hang has no time of its own
+        after_s = 0.0
+    elif report.identity == first_report.identity:  # the same clock
+        error_s = 0.0
+    elif mine is not None and its is not None:
+        after_s, error_s = after_s - mine.ahead_s + its.ahead_s, mine.error_s + its.error_s
+    if failure is not earliest:
+        failure = in_short(failure)
+    return WorkerEnd(node_id=report.node_id, failure=failure, after_s=after_s, error_s=error_s)
