@@ -71,13 +71,13 @@ def observe_turn(
     recorder = _remember(_keep_draft(recorder, state, now), state)
     announced, sentences = announce(recorder.announced, state, recorder.completed)
     recorder = replace(recorder, announced=announced, completed=())
-    write = None
-    if _may_write(recorder, state, now):
-        write = _due_write(recorder, state)
-        recorder = replace(recorder, done_with=state.view if write is None else None)
-    if write is not None:
-        recorder = replace(recorder, writing=write, written_from=state.view)
-    return recorder, sentences, write
+    view = state.view
+    if view is None or view.leader is None or not _may_write(recorder, state, view, now):
+        return recorder, sentences, None
+    write = _due_write(_entries(recorder, state, view), view.leader.create_revision)
+    if write is None:
+        return replace(recorder, done_with=view), sentences, None
+    return replace(recorder, writing=write, written_from=view), sentences, write
 
 
 def note_answer(recorder: Recorder, outcome: Outcome, revision: int, now: float) -> Recorder:
@@ -151,10 +151,8 @@ class _Entry:
     """As it is there."""
 
 
-def _may_write(recorder: Recorder, state: AgentState, now: float) -> bool:
-    view = state.view
-    is_waiting = recorder.writing is not None or now < recorder.retry_at
-    if view is None or view is recorder.done_with or is_waiting:
+def _may_write(recorder: Recorder, state: AgentState, view: ClusterView, now: float) -> bool:
+    if view is recorder.done_with or recorder.writing is not None or now < recorder.retry_at:
         return False
     if not (state.is_leader and view.is_whole) or state.is_store_lost or state.has_left:
         return False
@@ -162,17 +160,12 @@ def _may_write(recorder: Recorder, state: AgentState, now: float) -> bool:
     return view.revision >= state.settled_revision and (state.pending is None or state.leaving is not None)
 
 
-def _due_write(recorder: Recorder, state: AgentState) -> IncidentWrite | None:
-    view = state.view
-    if view is None or view.leader is None:
-        return None
-    due = [
-        each for each in _entries(recorder, state, view) if each.stored is None or each.incident != each.stored.value
-    ]
+def _due_write(entries: list[_Entry], leader_revision: int) -> IncidentWrite | None:
+    due = [each for each in entries if each.stored is None or each.incident != each.stored.value]
     if not due:
         return None
     incidents = tuple((each.incident, each.stored.mod_revision if each.stored is not None else 0) for each in due)
-    return IncidentWrite(incidents[:_MOST], view.leader.create_revision)
+    return IncidentWrite(incidents[:_MOST], leader_revision)
 
 
 def _entries(recorder: Recorder, state: AgentState, view: ClusterView) -> list[_Entry]:

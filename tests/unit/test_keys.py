@@ -11,8 +11,10 @@ from msgspec import inspect
 from msgspec.structs import replace
 from statuses import statuses
 
+from agent.core.incident import GroupChange, Incident, Phases
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
+    Backlog,
     Checkpoint,
     Group,
     HandoffRequest,
@@ -204,6 +206,44 @@ def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None
     view = view_of(Snapshot(9, items), KEYS, is_whole=True)
     assert [node.value.node_id for node in view.nodes] == ["z", "a"]
     assert [each.group for each in view.statuses] == [3]
+
+
+def incident_item(number: int) -> KeyValue:
+    incident = Incident(run="r", group=number, cause="lost", reason="", members=(), phases=Phases())
+    return item(KEYS.incident(number), encode(incident))
+
+
+def backlog_items(group: Group) -> list[KeyValue]:
+    change = GroupChange(run="r", group=2, cause="lost", reason="", at=1.0, members=())
+    status = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i"}'
+    told = [item(KEYS.statuses(number) + "a", status % number) for number in (1, 2, 3)]
+    incidents = [incident_item(number) for number in (1, 3, 7)]
+    items = [item(KEYS.group, encode(group)), *told, *incidents]
+    return [*items, *(item(KEYS.change(each), encode(replace(change, group=each))) for each in (2, 3))]
+
+
+def snapshot(items: list[KeyValue]) -> Snapshot:
+    return Snapshot(9, tuple(sorted(items, key=lambda each: each.key)))
+
+
+def test_a_view_has_what_incidents_that_are_not_written_yet_are_made_from() -> None:
+    view = view_of(snapshot(backlog_items(RECORDS[3])), KEYS, is_whole=True)
+    assert [each.group for each in view.backlog.changes] == [2, 3]
+    assert [each.group for each in view.backlog.statuses] == [1, 2]
+    assert [each.value.group for each in view.backlog.incidents] == [1, 3]
+    assert view.incident == view.backlog.incidents[1]
+    nothing_yet = view_of(snapshot(backlog_items(RECORDS[3])[1:]), KEYS, is_whole=True)
+    assert (nothing_yet.backlog, nothing_yet.incident) == (Backlog(), None)
+
+
+def test_an_incident_that_nobody_can_read_keeps_no_leader_from_deciding() -> None:
+    """No decision rests on it."""
+    views = Views(KEYS, is_whole=True)
+    damaged = item(KEYS.incident(3), b"{}")
+    items = [each for each in backlog_items(RECORDS[3]) if each.key != damaged.key]
+    view = views.of(snapshot([*items, damaged]))
+    assert (view.group is not None, view.incident) == (True, None)
+    assert list(views.unread) == [damaged.key]
 
 
 def test_a_status_with_a_part_about_another_member_or_group_is_an_error_that_names_the_key() -> None:

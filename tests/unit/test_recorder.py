@@ -206,10 +206,20 @@ def test_incidents_of_groups_that_are_over_are_written_in_their_order() -> None:
 
 
 def test_of_a_group_that_is_over_without_its_restore_point_nothing_is_completed() -> None:
-    opened = msgspec.structs.replace(FIRST, group=2, at=120.0, members=change(2).members, phases=Phases())
-    done = msgspec.structs.replace(opened, group=3, phases=Phases(first_step_s=1.0))
-    told = statuses(moved(2))
-    assert written(Recorder(), leads(shown(group(3), incidents=[stored(opened), stored(done)], told=told))) == []
+    """Its successor's change has it, and is gone where an old backup mixed records of two histories."""
+    others = [stored(msgspec.structs.replace(FIRST, group=number)) for number in (1, 3, 4)]
+    view = shown(group(4), changes=[change(2)], incidents=others, told=statuses(moved(2)))
+    ((incident, _),) = written(Recorder(), leads(view))
+    assert (incident.group, incident.phases) == (2, Phases())
+
+
+def test_an_incident_of_the_last_group_that_etcd_has_lost_is_written_again_with_the_next() -> None:
+    incident = complete_one()
+    recorder, _, _ = observe_turn(Recorder(), leads(shown(group(2), incidents=[stored(incident)])), 0.0)
+    due = written(recorder, leads(shown(group(3), revision=3, changes=[change(3)])))
+    assert [each.group for each, _ in due] == [2, 3]
+    assert due[0][0] == incident
+    assert due[1][0].before == incident.totals
 
 
 @pytest.mark.parametrize(
@@ -339,6 +349,7 @@ def test_a_result_says_what_the_incidents_cost() -> None:
     told = summarize(Recorder(), leads(view), result)
     assert told == msgspec.structs.replace(result, summary="1 incident cost 5.0 s; goodput 95.0 %; 2 replayed steps")
     assert summarize(Recorder(), leads(view), msgspec.structs.replace(result, run="other")).summary == ""
+    assert summarize(Recorder(), AgentState(ME, POLICY), result) == result
 
 
 def test_a_long_backlog_is_written_in_parts() -> None:
