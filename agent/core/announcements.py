@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.core import effects as fx
-from agent.core.messages import one_line
 from agent.core.model import Group, Spec
 from agent.core.state import AgentState
 from agent.core.stragglers import stragglers
+from agent.observe.messages import describe, one_line
 
 
 def announce(state: AgentState, _now: float) -> tuple[AgentState, tuple[fx.Effect, ...]]:
@@ -30,9 +30,10 @@ def announce(state: AgentState, _now: float) -> tuple[AgentState, tuple[fx.Effec
         sentences.append(f"a write was not answered: {state.trouble}" if state.trouble else "etcd takes writes again")
         state = replace(state, announced_trouble=state.trouble)
     planned = state.planned
-    if planned is not None and planned.action is None and planned.reason != state.announced_reason:
-        sentences.append(planned.reason)
-        state = replace(state, announced_reason=planned.reason)
+    waits_for = describe(planned.reason) if planned is not None and planned.action is None else state.announced_reason
+    if waits_for != state.announced_reason:
+        sentences.append(waits_for)
+        state = replace(state, announced_reason=waits_for)
     return state, tuple(fx.Announce(sentence) for sentence in sentences)
 
 
@@ -65,7 +66,7 @@ def _np_announcements(state: AgentState, spec: Spec) -> list[str]:
 
 def _group_sentence(group: Group) -> str:
     if not group.members:
-        return f"group {group.number}: no node trains; {group.reason}"
+        return f"group {group.number}: no node trains; {describe(group.reason)}"
     names = ", ".join(member.node_id for member in group.members)
     ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
-    return f"group {group.number}: {ranks} on {names}; {group.reason}"
+    return f"group {group.number}: {ranks} on {names}; {describe(group.reason)}"

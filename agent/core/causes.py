@@ -78,7 +78,7 @@ def with_late(ended: tuple[WorkerEnd, ...], transitions: Sequence[TransitionRepo
 def _has_reported(report: TransitionReport, ended: WorkerEnd) -> bool:
     """Whether this agent reported that failure. Another agent with the same node id may have another clock."""
     has_rank = ended.failure.rank in {failure.rank for failure in report.ended}
-    return report.node_id == ended.node_id and (has_rank or bool(ended.failure.hang))
+    return report.node_id == ended.node_id and (has_rank or ended.failure.hang is not None)
 
 
 def in_short(failure: Failure) -> Failure:
@@ -92,11 +92,6 @@ def is_between_ranks(error: str) -> bool:
     # gloo has no exception class of its own, but its messages name its source. Any other `RuntimeError` may come from
     # the script, for instance from an upload.
     return kind in _BETWEEN_RANKS or (kind == "RuntimeError" and "gloo" in words.lower())
-
-
-def early_end(step: int) -> str:
-    """Describe a rank that ended with code 0 too early. `step`: the last that it committed, or 0."""
-    return f"{f'it ended after step {step}' if step else 'it ended'}, before the other ranks were done"
 
 
 def with_early_end(group: Group, reports: Sequence[ExitReport]) -> tuple[ExitReport, ...]:
@@ -120,7 +115,7 @@ def with_early_end(group: Group, reports: Sequence[ExitReport]) -> tuple[ExitRep
         is_peer_lost=False,
         tail="",
         at=min(failure.at for failure in failures),
-        why=early_end(accused.step),
+        last_step=accused.step,
     )
     found = msgspec.structs.replace(accused, failure=ended)
     return tuple(found if each is accused else each for each in reports)

@@ -11,19 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from agent.core.model import (
-    Cause,
-    Clock,
-    Count,
-    Failure,
-    MemberRecord,
-    NodeId,
-    Nproc,
-    Record,
-    Run,
-    Seconds,
-    WallClock,
-)
+from agent.core.bounds import Count, NodeId, Nproc, Run, Seconds, WallClock
+from agent.core.model import Cause, Clock, Failure, MemberRecord, Record
+from agent.core.reasons import Doing, GroupReason
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -96,7 +86,7 @@ class Incident(Record, frozen=True, kw_only=True):
     group: Count
     """Number of the group that it led to."""
     cause: Cause
-    reason: str
+    reason: GroupReason
     at: WallClock = 0.0
     """When the group was written: wall clock of the leader, seconds since 1970."""
     began_at: WallClock = 0.0
@@ -156,11 +146,6 @@ class TransitionReport(MemberRecord, frozen=True, kw_only=True):
     """The recent usual time of a step. 0: not known."""
     clocks: tuple[Clock, ...] = ()
     """How the clocks of its neighbours compare to its own."""
-
-
-Doing = Literal["runs", "sleeps", "waits", "stopped", "disk", "exited"]
-"""What a rank does that makes no step: it computes, sleeps, waits for other ranks, is stopped by a signal, hangs in the
-kernel (state D), or has ended with code 0 while others have not."""
 
 
 class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -25,6 +25,7 @@ from agent.core.model import (
 from agent.core.neighbours import Links
 from agent.core.observations import Observations
 from agent.core.proposals import Plan
+from agent.core.reasons import LeaveReason
 from agent.core.transitions import WorkerObservations
 
 
@@ -70,7 +71,7 @@ class Leaving:
     """The agent ends with this exit code once its workers are gone."""
 
     code: int
-    sentence: str
+    reason: LeaveReason
     is_hurried: bool = False
     """Workers are ended without a grace period."""
 

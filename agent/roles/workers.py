@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agent.config import WorkerConfig
 from agent.core import events as ev
-from agent.core.messages import signal_name
+from agent.observe.messages import signal_name
 from agent.roles import core
 from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.plan import RoleProcess

@@ -17,6 +17,7 @@ from agent.core.lifecycle import step, wake_at
 from agent.core.model import ClusterView, Node, Policy, Replica, StateId
 from agent.core.state import AgentFacts, AgentState
 from agent.errors import StoreUnavailable
+from agent.observe.messages import describe_exit
 from agent.store.api import Lease
 from agent.store.job_writer import JobWriter
 
@@ -268,10 +269,10 @@ class Agent:
                 self.ranks.act(effect)
             case fx.SetHangThreshold():
                 pass  # see watcher.py
-            case fx.Exit(_, sentence):
+            case fx.Exit():
                 self.cluster.invariants.on_exit(self)
                 self.exit, self.gone_at = effect, self.cluster.now
-                self.cluster.tell(f"{self.name}: {sentence}")
+                self.cluster.tell(f"{self.name}: {describe_exit(effect)}")
                 self.cluster.network.update()
             case _:
                 self._do(effect)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from nodes import NODE
+from reasons import FINISHED, LOST
 
 from agent.core import effects as fx
 from agent.core.events import Outcome
@@ -31,8 +32,8 @@ from agent.store.memory import MemoryStore
 
 KEYS = JobKeys("job")
 COPY = StateId(run="r", group=1, step=3)
-GROUP = Group(run="r", number=2, members=(), cause="wait", reason="", restarts=0, step=0, reached=0)
-INCIDENT = Incident(run="r", group=1, cause="start", reason="", members=(), phases=Phases())
+GROUP = Group(run="r", number=2, members=(), cause="wait", reason=LOST, restarts=0, step=0, reached=0)
+INCIDENT = Incident(run="r", group=1, cause="start", reason=LOST, members=(), phases=Phases())
 CHECKPOINT = Checkpoint(copy=COPY, name="n", private="", manifest_sha256="", kept=(), superseded=())
 BY = {"group": 1, "node_id": "a", "incarnation": "i1"}
 STATUS = MemberStatus(exit=ExitReport(step=3, failure=None, **BY), **BY)  # type: ignore[arg-type]
@@ -64,13 +65,13 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     lead = {"group", "leader"}
     group = fx.WriteGroup(GROUP, None, None, last, spec_revision=at["spec"], **led)  # type: ignore[arg-type]
     resume = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
-    result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="")
+    result = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
     return {
         "group": (group, lead | {"spec", "incident"}),
         "first group": (replace(group, last=None), lead | {"spec"}),
         "incident": (fx.WriteIncident(INCIDENT, **led), lead),
         "resume": (fx.WriteRestorePoint(resume, **led), lead),
-        "handoff": (fx.WriteHandoff(HandoffRequest(group=1, after=0, reason=""), **led), lead),
+        "handoff": (fx.WriteHandoff(HandoffRequest(group=1, after=0, reason=LOST), **led), lead),
         "result": (fx.WriteResult(result, **led), lead | {"result"}),
         "checkpoint": (
             fx.WriteCheckpoint(CHECKPOINT, checkpoint_revision=at["checkpoint"], **told),
