@@ -116,8 +116,8 @@ def test_a_first_start_comes_again() -> None:
 def test_ranks_of_a_node_are_told_apart() -> None:
     """The second rank of a node is the second of its simulated ones."""
     run = Run("a", "b", nproc=2)
-    failed = ended("b", 3, local_rank=1)
-    incident = run.add("failed", 50.0, ("a", "b"), reason=failed("b", 3, exit_code=1), ended=(failed,))
+    end = ended("b", 3, local_rank=1)
+    incident = run.add("failed", 50.0, ("a", "b"), reason=failed("b", 3, exit_code=1), ended=(end,))
     played = replay(exported_incident("job", run.history(60.0).spec, incident, run.incidents[0]))
     assert played.story[1:3] == ("start a nproc=2", "start b nproc=2")
     assert describe(played.group.reason).startswith("rank 3 on b exited with code 1")
