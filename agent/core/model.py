@@ -25,7 +25,7 @@ from agent.core.bounds import (
     WallClock,
     WorldSize,
 )
-from agent.core.reasons import FailedWorker, GroupReason, Hang, ResultReason
+from agent.core.reasons import FailedWorker, GroupReason, Hang, ResultReason, UnfitReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -137,8 +137,8 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     timing: Timing
     is_draining: bool = False
     """The node was asked to leave. It leaves once the group goes on without it."""
-    unfit: str = ""
-    """Why the node cannot train although its agent is alive. Empty: it can."""
+    unfit: UnfitReason | None = None
+    """Why the node cannot train although its agent is alive. None: it can."""
     cached: CachedRecords | None = None
     """The records that the agent has cached, published while etcd has lost some of them."""
     resumed: Count = 0
@@ -158,7 +158,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     @property
     def is_eligible(self) -> bool:
         """Whether the node can be a member of the next group."""
-        return not self.is_draining and not self.unfit
+        return not self.is_draining and self.unfit is None
 
     @property
     def identity(self) -> Identity:

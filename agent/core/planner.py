@@ -252,11 +252,11 @@ class _Planner(PartitionView):
         return self._fit(group)
 
     def _fit_nodes(self) -> set[Identity]:
-        return {node.value.member.identity for node in self.view.nodes if not node.value.unfit}
+        return {node.value.member.identity for node in self.view.nodes if node.value.unfit is None}
 
     def _loss(self, lost: list[Member]) -> NodesLost:
-        unfit = {(node.value.node_id, node.value.unfit) for node in self.view.nodes if node.value.unfit}
-        return NodesLost(node_ids=node_ids(lost), unfit=tuple(sorted(unfit)))
+        unfit = {node.value.node_id: node.value.unfit for node in self.view.nodes if node.value.unfit is not None}
+        return NodesLost(node_ids=node_ids(lost), unfit=tuple((node_id, unfit[node_id]) for node_id in sorted(unfit)))
 
     def _may_return(self, member: Member) -> bool:
         """Whether a member that is missing right after an outage of etcd has time to return: a lease length, once."""

@@ -64,6 +64,26 @@ class _Reason(
     """Base of the kinds of reasons."""
 
 
+# Why a node cannot train
+
+
+class ProcessesLeft(_Reason, frozen=True, kw_only=True, tag="processes left"):
+    """Processes of a group survive SIGKILL."""
+
+    group: Count
+
+
+class HealthCheckFailed(_Reason, frozen=True, kw_only=True, tag="health check failed"):
+    """The health check of the node failed."""
+
+    trouble: str
+    """What it reported."""
+
+
+UnfitReason = ProcessesLeft | HealthCheckFailed
+"""Why a node cannot train although its agent is alive."""
+
+
 # Why a group is formed, and why a handoff is requested
 
 
@@ -87,7 +107,7 @@ class NodesLost(_Reason, frozen=True, kw_only=True, tag="nodes lost"):
     """Members are gone or cannot train."""
 
     node_ids: NodeIds
-    unfit: tuple[tuple[NodeId, str], ...] = ()
+    unfit: tuple[tuple[NodeId, UnfitReason], ...] = ()
     """All nodes that cannot train, and why."""
 
 
@@ -320,5 +340,5 @@ class CommitRefused(_Reason, frozen=True, kw_only=True, tag="commit refused"):
     """Group, step and save of the state, as in `StateId`."""
 
 
-Reason = PlanReason | LeaveReason | CommitRefused
+Reason = UnfitReason | PlanReason | LeaveReason | CommitRefused
 """All reasons that the core gives."""

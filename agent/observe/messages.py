@@ -28,6 +28,7 @@ from agent.core.reasons import (
     GaveUp,
     Hang,
     Hanging,
+    HealthCheckFailed,
     JobOver,
     NodeIdTaken,
     NodesJoined,
@@ -36,6 +37,7 @@ from agent.core.reasons import (
     NodesThere,
     NodesUnreachable,
     NotRetried,
+    ProcessesLeft,
     Reason,
     Requested,
     Training,
@@ -88,12 +90,18 @@ _WAITING = {
 def describe(reason: Reason) -> str:  # noqa: C901, PLR0911, PLR0912 - one for each kind of reason
     """Describe a reason in a sentence without a full stop: `lost node-b`."""
     match reason:
+        case ProcessesLeft(group=group):
+            return f"processes of group {group} survive SIGKILL"
+        case HealthCheckFailed(trouble=trouble):
+            return f"its health check failed: {trouble}"
         case NodesThere(nodes=nodes, np=np, is_all=is_all):
             return f"all of {count(nodes, 'node')} there" if is_all else f"{count(nodes, 'node')} there (np {np})"
         case NodesJoined(node_ids=node_ids, np=np):
             return f"{', '.join(node_ids)} joined (np {np})"
         case NodesLost(node_ids=node_ids, unfit=unfit):
-            return "; ".join([f"lost {', '.join(node_ids)}", *(f"{name} is unfit: {why}" for name, why in unfit)])
+            return "; ".join(
+                [f"lost {', '.join(node_ids)}", *(f"{name} is unfit: {describe(why)}" for name, why in unfit)]
+            )
         case NodesUnreachable(node_ids=node_ids):
             return f"{', '.join(node_ids)} and the others do not reach each other" if node_ids else ""
         case WorkersFailed():

@@ -191,7 +191,7 @@ def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
 def _note(view: ClusterView, spec: Spec, node: Node) -> str:
     me = node.member.identity
     notes = ["leaving"] * (node.is_draining or me in spec.drained) + ["excluded"] * (node.node_id in spec.excluded)
-    notes += [f"unfit: {node.unfit}"] * bool(node.unfit)
+    notes += [f"unfit: {describe(node.unfit)}"] if node.unfit is not None else []
     suspicions = [stored.value for stored in view.suspects]
     inside = {member.identity for member in view.group.value.members} if view.group is not None else set[Identity]()
     notes += [

@@ -23,6 +23,7 @@ from agent.core.reasons import (
     NodesLost,
     NodesThere,
     NodesUnreachable,
+    ProcessesLeft,
     Requested,
     WorkersFailed,
 )
@@ -156,7 +157,7 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_nodes_that_a_reason_is_about_are_named() -> None:
-    assert nodes_of(NodesLost(node_ids=("a", "b"), unfit=(("c", "x"),))) == {"a", "b", "c"}
+    assert nodes_of(NodesLost(node_ids=("a", "b"), unfit=(("c", ProcessesLeft(group=1)),))) == {"a", "b", "c"}
     apart = WorkersFailed(first=FailedWorker(node_id="a", rank=0), unreachable=("b",), left_out=("c",))
     assert nodes_of(apart) == {"a", "b", "c"}
     assert nodes_of(NodesUnreachable(node_ids=("a",))) == nodes_of(left("a")) == {"a"}

@@ -13,7 +13,7 @@ from records import BEGAN_AT, Run, ended
 
 from agent.core.incident import Phases
 from agent.core.model import Group, Result
-from agent.core.reasons import NodesLost, Requested
+from agent.core.reasons import HealthCheckFailed, NodesLost, Requested
 from agent.errors import ConfigError
 from agent.observe.report.palette import DARK, LIGHT
 from agent.observe.report.run_history import RunHistory
@@ -73,7 +73,7 @@ def run() -> Run:
         90.0,
         ("node-a", "node-b"),
         ended=(first, either),
-        reason=NodesLost(node_ids=("x",), unfit=(("x", EVIL),)),
+        reason=NodesLost(node_ids=("x",), unfit=(("x", HealthCheckFailed(trouble=EVIL)),)),
     )
     made.add("lost", 120.0, ("node-a",), reason=lost("node-b"))
     return made

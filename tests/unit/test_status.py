@@ -28,7 +28,7 @@ from agent.core.model import (
     Stored,
     Suspicion,
 )
-from agent.core.reasons import NodesLost, Requested
+from agent.core.reasons import HealthCheckFailed, NodesLost, Requested
 from agent.observe.status import job_status, render
 
 MEMBER = Member(node_id="a", incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=2)
@@ -133,7 +133,7 @@ INCIDENT = Incident(
     run="r",
     group=4,
     cause="lost",
-    reason=NodesLost(node_ids=("b",), unfit=(("b", "[/x]"),)),
+    reason=NodesLost(node_ids=("b",), unfit=(("b", HealthCheckFailed(trouble="[/x]")),)),
     members=(IncidentMember(node_id="a", nproc=1),),
     phases=Phases(detect_s=1.0, first_step_s=0.5),
     step_s=0.25,
@@ -147,9 +147,8 @@ def asked(**changed: object) -> ClusterView:
 
 def test_the_incident_of_the_group_is_shown_in_one_line_with_its_phases() -> None:
     view = replace(TRAINING, incident=Stored(INCIDENT, 14, 14))
-    assert "\ngroup 4 after 1.5 s: lost b; b is unfit: [/x]; detect 1.0, first step 0.5 s; 2 replayed steps\n" in shown(
-        view
-    )
+    reason = "lost b; b is unfit: its health check failed: [/x]"
+    assert f"\ngroup 4 after 1.5 s: {reason}; detect 1.0, first step 0.5 s; 2 replayed steps\n" in shown(view)
     assert "\na step takes 0.2 s\n" in shown(view)
     assert "cause of this group" not in shown(view)
 

@@ -42,7 +42,7 @@ from agent.core.model import (
 )
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
-from agent.core.reasons import AskedToEnd
+from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft
 from agent.core.state import AgentState, Leaving
 from agent.core.stragglers import Straggler
 from agent.observe.messages import describe, describe_exit
@@ -206,7 +206,10 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("the job has ended: all 2 ranks finished in group 1", view(SPEC, A, B, result=Stored(DONE, 12, 12))),
         # It breaks.
         case("lost b", view(ELASTIC, A)),
-        case("lost b; b is unfit: its GPU is gone", view(ELASTIC, A, but(B, unfit="its GPU is gone"))),
+        case(
+            "lost b; b is unfit: its health check failed: no GPU",
+            view(ELASTIC, A, but(B, unfit=HealthCheckFailed(trouble="no GPU"))),
+        ),
         case("rank 0 on a exited with code 1", view(SPEC, A, B, parts=(report(),))),
         case("rank 0 on a was killed by SIGKILL", view(SPEC, A, B, parts=(report(exit_code=None, signal=9),))),
         case(
@@ -383,9 +386,10 @@ def test_an_agent_says_why_it_ends(state: AgentState, event: ev.Event, code: int
 
 
 def test_an_unfit_node_says_why() -> None:
-    assert replace(NEW, health="its GPU is gone").node.unfit == "its health check failed: its GPU is gone"
+    assert replace(NEW, health="its GPU is gone").node.unfit == HealthCheckFailed(trouble="its GPU is gone")
+    assert NEW.node.unfit is None
     stuck = replace(NEW, workers=LocalWorkers(group=3, is_stuck=True))
-    assert stuck.node.unfit == "processes of group 3 survive SIGKILL"
+    assert stuck.node.unfit == ProcessesLeft(group=3)
 
 
 def goes(
