@@ -16,7 +16,8 @@ from shutil import which
 from typing import Literal
 
 from agent.console import ConsoleConfig
-from agent.core.model import MAX_NP, Policy, Timing
+from agent.core.bounds import MAX_NP
+from agent.core.model import Policy, Timing
 from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.errors import ConfigError
 from agent.local_etcd.ensemble import Ensemble

@@ -12,6 +12,8 @@ from simulation import roles
 from simulation.random_clusters import play
 from simulation.replay import read, replay
 
+from agent.observe.messages import describe
+
 
 def main() -> None:
     """Run the simulation that the arguments select."""
@@ -40,7 +42,7 @@ def _replay(path: Path) -> None:
     log = "\n".join(played.log)
     print(hashlib.blake2b(log.encode(), digest_size=16).hexdigest())
     print("\n".join(["# A scenario:", *played.story, "", "# What happened:", log, ""]), file=sys.stderr)
-    print(f"Same outcome: {played.group.cause}: {played.group.reason}", file=sys.stderr)
+    print(f"Same outcome: {played.group.cause}: {describe(played.group.reason)}", file=sys.stderr)
 
 
 def _play_roles(asked: argparse.Namespace) -> None:

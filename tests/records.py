@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from reasons import LOST
+
 from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
 from agent.core.model import Cause, Failure, Spec
+from agent.core.reasons import GroupReason, NodesThere
 from agent.observe.goodput import training_since
 from agent.observe.report.run_history import RunHistory
 
@@ -40,7 +43,9 @@ class Run:
         self.np = np
         self.nproc = nproc
         self.incidents: list[Incident] = []
-        self.add("start", 0.0, names, reason=f"all of {len(names)} nodes there", phases=phases)
+        self.add(
+            "start", 0.0, names, reason=NodesThere(nodes=len(names), np=f"{np[0]}:{np[1]}", is_all=True), phases=phases
+        )
 
     def add(
         self,
@@ -48,7 +53,7 @@ class Run:
         after_s: float,
         names: tuple[str, ...],
         *,
-        reason: str = "",
+        reason: GroupReason = LOST,
         phases: Phases = RESTART,
         ended: tuple[WorkerEnd, ...] = (),
         **told: object,
@@ -58,7 +63,7 @@ class Run:
             run="r1",
             group=len(self.incidents) + 1,
             cause=cause,
-            reason=reason or f"because of {cause}",
+            reason=reason,
             at=BEGAN_AT + after_s,
             began_at=training_since(self.incidents[0]) if self.incidents else BEGAN_AT,
             members=tuple(IncidentMember(node_id=name, nproc=self.nproc) for name in names),

@@ -33,6 +33,7 @@ from agent.local_etcd.kept_records import keep_records
 from agent.local_etcd.known_jobs import KnownJob
 from agent.observe import banner
 from agent.observe.log import configure, log
+from agent.observe.messages import describe_exit
 from agent.observe.stderr import standard_error
 from agent.roles.store import RoleKeys
 from agent.runtime.collective import CollectiveRuntime
@@ -109,7 +110,7 @@ def run_agent(
             log.info(config.ensemble.summary)
         ended = _wait_for_store(store, config, inbox)
         if ended is not None:
-            log.log(logging.ERROR if ended.code else logging.INFO, ended.sentence)
+            log.log(logging.ERROR if ended.code else logging.INFO, describe_exit(ended))
             return ended.code
         member_failure.has_reached_etcd = True
         daemon = (ParameterServerRuntime if config.roles else CollectiveRuntime)(config, environ, store, inbox, page)

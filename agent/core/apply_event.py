@@ -10,6 +10,7 @@ from agent.core import events as ev
 from agent.core.member_status import WrittenStatus
 from agent.core.model import ClusterView, Result
 from agent.core.observations import follow, observe
+from agent.core.reasons import AskedToEnd, JobOver, NodeIdTaken
 from agent.core.state import AgentState, Leaving
 from agent.errors import EXIT_USAGE
 
@@ -97,13 +98,14 @@ def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_hist
 
 
 def _leave_ended_job(state: AgentState, result: Result) -> Leaving:
-    how = result.state
-    sentence = f"job {state.me.job_id} {how}: {result.reason}"
-    if result.summary:
-        sentence += f"; {result.summary}"
-    if state.workers.group == 0 and state.registered is None:
-        sentence = f"job {state.me.job_id} is finished ({how}: {result.reason}); start it over with --fresh"
-    return Leaving(result.exit_code, sentence, is_hurried=not result.succeeded)
+    over = JobOver(
+        job_id=state.me.job_id,
+        state=result.state,
+        result=result.reason,
+        summary=result.summary,
+        was_over=state.workers.group == 0 and state.registered is None,
+    )
+    return Leaving(result.exit_code, over, is_hurried=not result.succeeded)
 
 
 def _on_answered(state: AgentState, answer: ev.WriteAnswered, now: float) -> AgentState:
@@ -153,11 +155,8 @@ def _on_id_held(state: AgentState, holder: fx.NodeIdHolder, now: float) -> Agent
         return state
     if not state.me.is_node_id_chosen:
         return replace(state, suffix=state.suffix + 1, holder=None)
-    sentence = (
-        f"node id {state.node_id!r} is held by a living agent (pid {holder.node.pid}, address "
-        f"{holder.node.address}): choose another --node_id, or stop that agent"
-    )
-    return replace(state, leaving=Leaving(EXIT_USAGE, sentence))
+    taken = NodeIdTaken(node_id=state.node_id, pid=holder.node.pid, address=holder.node.address)
+    return replace(state, leaving=Leaving(EXIT_USAGE, taken))
 
 
 def held_until(state: AgentState) -> float | None:
@@ -173,7 +172,7 @@ def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
     if state.leaving is not None:
         return replace(state, leaving=replace(state.leaving, is_hurried=True))
     if signal != _SIGTERM:
-        return replace(state, leaving=Leaving(128 + signal, f"stopped by signal {signal}"))
+        return replace(state, leaving=Leaving(128 + signal, AskedToEnd(signal=signal)))
     if state.drain_until is None:
         return ask_to_leave(state, now)
     return replace(state, drain_until=now, leaving=replace(leave_as_asked(state), is_hurried=True))
@@ -187,7 +186,7 @@ def ask_to_leave(state: AgentState, now: float) -> AgentState:
 def leave_as_asked(state: AgentState) -> Leaving:
     """The end of an agent that was asked to leave, by an operator of the job or by a signal."""
     is_drained = state.cached is not None and state.identity in state.cached.spec.drained
-    return Leaving(0 if is_drained else state.policy.preempted_code, "left the job, as it was asked to")
+    return Leaving(0 if is_drained else state.policy.preempted_code, AskedToEnd())
 
 
 def should_start_over(state: AgentState, view: ClusterView) -> bool:

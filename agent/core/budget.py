@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from agent.core.backoff import doubled_s
 from agent.core.causes import first_failure
-from agent.core.messages import how_it_ended
 from agent.core.model import ExitReport, Failure, Group, Identity
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
@@ -190,8 +189,3 @@ def is_port_taken(stderr_tail: str, port: int) -> bool:
 def is_peer_lost(stderr_tail: str) -> bool:
     """Whether this output says that a connection to another rank broke: messages of gloo, NCCL, TCPStore, or ours."""
     return any(phrase in stderr_tail for phrase in _PEER_LOST)
-
-
-def describe(report: ExitReport, failure: Failure) -> str:
-    """Describe the failure: `rank 1 on node-b was killed by SIGKILL`."""
-    return how_it_ended(report.node_id, failure)

@@ -57,11 +57,6 @@ def is_between_ranks(error: str) -> bool:
     return kind in _BETWEEN_RANKS or (kind == "RuntimeError" and "gloo" in words.lower())
 
 
-def early_end(step: int) -> str:
-    """Describe a rank that ended with code 0 too early. `step`: the last that it committed, or 0."""
-    return f"{f'it ended after step {step}' if step else 'it ended'}, before the other ranks were done"
-
-
 def with_early_end(group: Group, reports: Sequence[ExitReport]) -> tuple[ExitReport, ...]:
     """Count the end of a node's ranks with code 0 as a failure, if all failures are connections that then broke.
 
@@ -83,7 +78,7 @@ def with_early_end(group: Group, reports: Sequence[ExitReport]) -> tuple[ExitRep
         is_peer_lost=False,
         tail="",
         at=min(failure.at for failure in failures),
-        why=early_end(accused.step),
+        last_step=accused.step,
     )
     found = msgspec.structs.replace(accused, failure=ended)
     return tuple(found if each is accused else each for each in reports)

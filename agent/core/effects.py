@@ -24,6 +24,7 @@ from agent.core.model import (
     StateId,
     Suspicion,
 )
+from agent.core.reasons import CommitRefused, LeaveReason, UnsavedSteps
 
 # Effects on the store
 
@@ -246,7 +247,8 @@ class AnswerPublish:
     copy: StateId
     checkpoint: Checkpoint | None
     """The committed record. None: it was not committed."""
-    reason: str
+    reason: CommitRefused | None
+    """Why it was not committed. None: it was."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,10 @@ class Exit:
     """End the agent process. None of its workers is left running."""
 
     code: int
-    sentence: str
+    reason: LeaveReason | str
+    """A sentence, if a part of the agent other than the core ends it, or the core of a parameter-server job."""
+    unsaved: UnsavedSteps | None = None
+    """Steps that are given up with it."""
 
 
 LocalEffect = (

@@ -13,8 +13,9 @@ import msgspec
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.lineage import may_commit
+from agent.core.lineage import refusal
 from agent.core.model import Checkpoint, ClusterView
+from agent.core.reasons import CommitRefused
 
 Settled = fx.AnswerPublish | fx.WriteCheckpoint | fx.Refresh | None
 
@@ -38,14 +39,14 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
         return None
     committed = view.checkpoint.value if view.checkpoint is not None else None
     if committed is not None and _is_same(committed, asked.checkpoint):
-        return fx.AnswerPublish(asked.group, asked.checkpoint.copy, committed, "")
+        return fx.AnswerPublish(asked.group, asked.checkpoint.copy, committed, None)
     if group.value.number > asked.group:
         is_complete = view.revision >= group.mod_revision
-        return _no(asked, f"group {group.value.number} has been formed since") if is_complete else fx.Refresh()
+        return _no(asked, CommitRefused(why="group", group=group.value.number)) if is_complete else fx.Refresh()
     if resume.value.group != asked.group:
         return None
-    reason = may_commit(asked.checkpoint, committed, resume.value, run)
-    if reason:
+    reason = refusal(asked.checkpoint, committed, resume.value, run)
+    if reason is not None:
         return _no(asked, reason)
     number = committed.number + 1 if committed is not None else 1
     is_late = is_late and asked.checkpoint.handoff > 0
@@ -57,5 +58,5 @@ def _is_same(committed: Checkpoint, asked: Checkpoint) -> bool:
     return (committed.copy, committed.private) == (asked.copy, asked.private)
 
 
-def _no(asked: ev.PublishAsked, reason: str) -> fx.AnswerPublish:
+def _no(asked: ev.PublishAsked, reason: CommitRefused) -> fx.AnswerPublish:
     return fx.AnswerPublish(asked.group, asked.checkpoint.copy, None, reason)

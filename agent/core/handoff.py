@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agent.core.model import Cause, Checkpoint, ClusterView, Group, Member, Policy, Quiesced
+    from agent.core.reasons import GroupReason
 
 _TIMEOUT_S = 600.0
 """How long a planned change other than a drain waits for a request to be fulfilled."""
@@ -117,7 +118,7 @@ class PlannedChange:
     """A planned change of a group."""
 
     cause: Cause
-    reason: str
+    reason: GroupReason
     members: Sequence[Member]
     """The members that continue. Empty: the group only ends."""
 

@@ -15,20 +15,12 @@ from collections.abc import Sequence
 
 from agent.core.incident import RankStall, StallReport
 from agent.core.model import ExitReport, Failure, Group
+from agent.core.reasons import Hang
 
 REPORT_WITHIN_S = 3.0
 """Nodes look at their ranks about once a second."""
 
 _WORST = ("exited", "stopped", "disk", "sleeps", "runs", "waits")
-DOING = {
-    "exited": "has ended with code 0",
-    "stopped": "is stopped by a signal",
-    "disk": "hangs in the kernel (state D)",
-    "sleeps": "sleeps",
-    "runs": "computes",
-    "waits": "waits for others",
-}
-"""In words."""
 
 
 def is_due(stalls: Sequence[StallReport]) -> bool:
@@ -99,7 +91,7 @@ def as_report(group: Group, stalls: Sequence[StallReport]) -> ExitReport:
         is_peer_lost=False,
         tail=rank.stack,
         at=0.0,
-        hang=describe(stalls),
+        hang=hang_of(stalls),
     )
     return ExitReport(
         group=group.number,
@@ -112,18 +104,20 @@ def as_report(group: Group, stalls: Sequence[StallReport]) -> ExitReport:
     )
 
 
-def describe(stalls: Sequence[StallReport]) -> str:
-    """Describe the rank at fault: `made no step for 70 s: it sleeps at train.py:33 in load; 3 others wait for it`."""
+def hang_of(stalls: Sequence[StallReport]) -> Hang:
+    """The hang of the rank at fault."""
     rank = suspects(stalls)[0]
-    for_s = max(stall.for_s for stall in stalls)
-    at = f" at {rank.where}" if rank.where else ""
-    text = f"made no step after step {rank.step} for {for_s:.0f} s: it {DOING[rank.doing]}{at}"
     others = [each for each in _ranks(stalls) if each.rank != rank.rank]
-    if rank.doing == "waits":
-        elsewhere = sorted({each.where for each in others if each.where and each.where != rank.where})
-        return text + (f"; others wait at {', '.join(elsewhere)}" if elsewhere else ", and so do all")
-    waiting = sum(each.doing == "waits" for each in others)
-    return text + (f"; {waiting} of {len(others)} others wait for it" if waiting else "")
+    elsewhere = {each.where for each in others if each.where and each.where != rank.where}
+    return Hang(
+        doing=rank.doing,
+        where=rank.where,
+        step=rank.step,
+        for_s=max(0, round(max(stall.for_s for stall in stalls))),
+        waiting=sum(each.doing == "waits" for each in others),
+        others=len(others),
+        elsewhere=tuple(sorted(elsewhere)) if rank.doing == "waits" else (),
+    )
 
 
 def _of(rank: RankStall, stalls: Sequence[StallReport]) -> StallReport:

@@ -9,24 +9,14 @@ only where the record has the possible error, too.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from agent.core.model import (
-    Cause,
-    Clock,
-    Count,
-    Failure,
-    Group,
-    MemberRecord,
-    NodeId,
-    Nproc,
-    Record,
-    Run,
-    Seconds,
-    WallClock,
-)
+from agent.core.bounds import Count, NodeId, Nproc, Run, Seconds, WallClock
+from agent.core.model import Cause, Clock, Failure, Group, MemberRecord, Record
+from agent.core.reasons import Doing, GroupReason
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,7 +98,7 @@ class GroupChange(Record, frozen=True, kw_only=True):
     group: Count
     """Number of the group that was formed."""
     cause: Cause
-    reason: str
+    reason: GroupReason
     at: WallClock
     """When the group was written: wall clock of the leader, seconds since 1970."""
     members: tuple[IncidentMember, ...]
@@ -125,7 +115,7 @@ class Incident(Record, frozen=True, kw_only=True):
     group: Count
     """Number of the group that it led to."""
     cause: Cause
-    reason: str
+    reason: GroupReason
     at: WallClock = 0.0
     """When the group was written: wall clock of the leader, seconds since 1970."""
     began_at: WallClock = 0.0
@@ -187,11 +177,6 @@ class TransitionReport(MemberRecord, frozen=True, kw_only=True):
     """How the clocks of its neighbours compare to its own."""
 
 
-Doing = Literal["runs", "sleeps", "waits", "stopped", "disk", "exited"]
-"""What a rank does that makes no step: it computes, sleeps, waits for other ranks, is stopped by a signal, hangs in the
-kernel (state D), or has ended with code 0 while others have not."""
-
-
 class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a rank was doing while its node made no step."""
 
@@ -219,3 +204,13 @@ class StallReport(MemberRecord, frozen=True, kw_only=True):
     step_s: Seconds = 0.0
     """The recent usual time of a step. 0: not known."""
     ranks: tuple[RankStall, ...]
+
+
+@dataclass(frozen=True)
+class IncidentWrite:
+    """Write incidents, if the leadership and none of them has changed."""
+
+    incidents: tuple[tuple[Incident, int], ...]
+    """Each with the mod_revision of the record that it replaces. 0: there is none yet."""
+    leader_revision: int
+    """create_revision of the leader key."""

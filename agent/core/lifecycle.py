@@ -28,8 +28,8 @@ from agent.core.local_workers import Patience, follow_group
 from agent.core.model import ClusterView, Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
 from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
+from agent.core.reasons import UnsavedSteps
 from agent.core.state import AgentState
-from agent.core.totals import count
 from agent.core.transitions import due_status
 
 _CAMPAIGN_STEP_S = 0.002
@@ -337,28 +337,25 @@ def _group_change(group: Group, resume: RestorePoint | None, wall: float) -> Gro
 def _decide_exit(state: AgentState) -> Effects:
     if state.leaving is None or state.workers.is_alive or not state.has_left:
         return ()
-    return (fx.Exit(state.leaving.code, state.leaving.sentence + _unsaved_steps(state)),)
+    return (fx.Exit(state.leaving.code, state.leaving.reason, _unsaved_steps(state)),)
 
 
-def _unsaved_steps(state: AgentState) -> str:
+def _unsaved_steps(state: AgentState) -> UnsavedSteps | None:
     """The steps that no checkpoint has, if this node is the last to leave a job that has not ended."""
     view, cached = state.view, state.cached
     if view is None or cached is None or not view.is_whole or view.result is not None:
-        return ""
+        return None
     if any(node.value.identity != state.identity for node in view.nodes):
-        return ""
+        return None
     saved = cached.checkpoint.copy.step if cached.checkpoint is not None else 0
     held = max((each.copy.step for each in state.copies if each.copy.run == cached.spec.run), default=0)
     reached = max(held, state.workers.step, state.workers.before)
     if reached <= saved:
-        return ""
-    kept = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
-    return f"; {count(reached - saved, 'step')} up to step {reached} given up: {kept}{_why_not_saved(state)}"
+        return None
+    return UnsavedSteps(reached=reached, saved=saved, were_ranks_signalled=_were_ranks_signalled(state))
 
 
-def _why_not_saved(state: AgentState) -> str:
-    """The reason, if the ranks got the signal that ended this agent, as systemd sends it to all processes of a unit."""
+def _were_ranks_signalled(state: AgentState) -> bool:
+    """Whether the ranks got the signal that ended this agent, as systemd sends it to all processes of a unit."""
     workers = state.workers
-    if workers.is_asked_to_end or not any(ended.signal == _SIGTERM for ended in workers.exits):
-        return ""
-    return ", and SIGTERM ended the ranks before they could save: signal the agent alone (systemd: KillMode=mixed)"
+    return not workers.is_asked_to_end and any(ended.signal == _SIGTERM for ended in workers.exits)

@@ -14,10 +14,12 @@ own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
 from agent.core.model import Checkpoint, Replica, RestorePoint, StateId
+from agent.core.reasons import CommitRefused
 
 
 def age(copy: StateId, run: str) -> tuple[bool, int, int, int]:
@@ -73,19 +75,19 @@ def follow(
     return RestorePoint(group=number, copy=copy, lineage=tuple(cuts), checkpoint=checkpoint)
 
 
-def may_commit(asked: Checkpoint, committed: Checkpoint | None, resume: RestorePoint, run: str) -> str:
-    """Why a checkpoint must not be committed. Empty: it may be."""
+def refusal(asked: Checkpoint, committed: Checkpoint | None, resume: RestorePoint, run: str) -> CommitRefused | None:
+    """Why a checkpoint must not be committed. None: it may be."""
     copy = asked.copy
     if committed is None:
         is_adopted = copy.run != run and resume.copy is None
-        return "" if is_adopted or is_on_lineage(copy, resume, run) else f"{_name(copy)} is not of this job's history"
+        return None if is_adopted or is_on_lineage(copy, resume, run) else _refused("history", copy)
     if asked.is_rollback:
-        return "" if age(copy, run) < age(committed.copy, run) else f"{_name(copy)} is not older than what it replaces"
+        return None if age(copy, run) < age(committed.copy, run) else _refused("not older", copy)
     if not is_on_lineage(copy, resume, run):
-        return f"{_name(copy)} is not of this job's history: it goes on from another copy"
+        return _refused("fork", copy)
     if age(copy, run) <= age(committed.copy, run):
-        return f"{_name(committed.copy)} is committed already"
-    return ""
+        return _refused("committed", committed.copy)
+    return None
 
 
 def _complete(held: Iterable[Sequence[Replica]]) -> list[StateId]:
@@ -101,6 +103,5 @@ def _is_complete(found: Sequence[Replica]) -> bool:
     return any(each.has_common for each in found) and ranks >= set(range(found[0].world_size))
 
 
-def _name(copy: StateId) -> str:
-    save = f", save {copy.save}," if copy.save else ""
-    return f"step {copy.step}{save} of group {copy.group}"
+def _refused(why: Literal["history", "fork", "not older", "committed"], copy: StateId) -> CommitRefused:
+    return CommitRefused(why=why, group=copy.group, step=copy.step, save=copy.save)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.budget import EARLY_S, is_peer_lost, is_port_taken
-from agent.core.causes import early_end, in_short, is_between_ranks
+from agent.core.causes import in_short, is_between_ranks
 from agent.core.model import (
     Clock,
     ExitReport,
@@ -252,8 +252,9 @@ def _failure(workers: LocalWorkers, ended: ev.WorkerExited) -> Failure:
         at=ended.at,
         error=ended.error,
         traceback=ended.traceback,
-        why=early_end(ended.step) if is_early else ended.why,
+        why="" if is_early else ended.why,
         mistake=_shared_mistake(workers),
+        last_step=ended.step if is_early else 0,
     )
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agent.core.bounds import Count
 from agent.core.incident import StallReport, TransitionReport
-from agent.core.model import Count, ExitReport, Identity, Inventory, MemberRecord, Quiesced
+from agent.core.model import ExitReport, Identity, Inventory, MemberRecord, Quiesced
 
 
 class MemberStatus(MemberRecord, frozen=True, kw_only=True):

@@ -9,38 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
+
+from agent.core.bounds import (
+    Count,
+    Fingerprint,
+    NodeId,
+    Np,
+    Nproc,
+    Port,
+    Run,
+    Seconds,
+    WallClock,
+    WorldSize,
+)
+from agent.core.reasons import FailedWorker, GroupReason, Hang, ResultReason, UnfitReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from agent.core.incident import GroupChange, Incident, StallReport, TransitionReport
     from agent.core.member_status import MemberStatus
-
-
-MAX_NP = 100_000
-MAX_NPROC = 10_000
-
-# Bounds of the numbers in records. Somebody may write a record by hand, or into a worker's memory. A number in it must
-# not make a decision count up to it, overflow a field of 64 bits, or be a time that no calendar has.
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Np = Annotated[int, msgspec.Meta(ge=1, le=MAX_NP)]
-Nproc = Annotated[int, msgspec.Meta(ge=0, le=MAX_NPROC)]
-WorldSize = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Seconds = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
-"""A duration. It may be negative where the clocks of two nodes were compared."""
-WallClock = Annotated[float, msgspec.Meta(ge=-6e10, le=2.5e11)]
-"""Seconds since 1970. The range is the years 68 to 9892, because the clock of a node may be wrong."""
-Run = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")]
-"""Part of the paths of logs and checkpoints."""
-NodeId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
-"""Part of the names of logs."""
-
-Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^(?:[0-9a-f]{64})?\Z")]
-"""SHA-256 of a certificate, in hexadecimal digits. Empty: there is no certificate."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -146,8 +137,8 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     timing: Timing
     is_draining: bool = False
     """The node was asked to leave. It leaves once the group goes on without it."""
-    unfit: str = ""
-    """Why the node cannot train although its agent is alive. Empty: it can."""
+    unfit: UnfitReason | None = None
+    """Why the node cannot train although its agent is alive. None: it can."""
     cached: CachedRecords | None = None
     """The records that the agent has cached, published while etcd has lost some of them."""
     resumed: Count = 0
@@ -167,7 +158,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     @property
     def is_eligible(self) -> bool:
         """Whether the node can be a member of the next group."""
-        return not self.is_draining and not self.unfit
+        return not self.is_draining and self.unfit is None
 
     @property
     def identity(self) -> Identity:
@@ -225,7 +216,7 @@ class Group(Record, frozen=True, kw_only=True):
     members: tuple[Member, ...]
     """In rank order. Empty: the job waits for nodes, and no older group can come back."""
     cause: Cause
-    reason: str
+    reason: GroupReason
     restarts: Count
     """Worker failures since the last progress, which count against the restart budget."""
     step: Count
@@ -353,7 +344,7 @@ class HandoffRequest(Record, frozen=True, kw_only=True):
     """Number of the checkpoint that was committed when this was written, or of the last request if that is higher."""
     in_memory: bool = False
     """A snapshot in the agents' memory is enough. Ranks that cannot take one save a checkpoint instead."""
-    reason: str
+    reason: GroupReason
 
     @property
     def number(self) -> int:
@@ -446,13 +437,32 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     mistake: str = ""
     """The error in the script that ended each rank of the node before any process group existed, and its place. Empty:
     not all of them ended so, or the cause may be another one."""
-    hang: str = ""
-    """It did not end but made no step: a description of the hang. Empty: it ended."""
+    last_step: Count = 0
+    """The last step that it committed, if it ended with code 0 before the other ranks were done. 0: none."""
+    hang: Hang | None = None
+    """It did not end but made no step. None: it ended."""
 
     @property
     def is_early_end(self) -> bool:
         """Whether it ended with code 0, but before the other ranks, whose connections to it then broke."""
         return self.exit_code == 0
+
+    def in_short(self, node_id: str) -> FailedWorker:
+        """Return the failure as it is in reasons: without the output of the worker."""
+        return FailedWorker(
+            node_id=node_id,
+            rank=self.rank,
+            exit_code=self.exit_code,
+            signal=self.signal,
+            is_port_taken=self.is_port_taken,
+            is_peer_lost=self.is_peer_lost,
+            unreadable=self.unreadable,
+            error=self.error,
+            why=self.why,
+            mistake=self.mistake,
+            last_step=self.last_step,
+            hang=self.hang,
+        )
 
 
 class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -495,7 +505,7 @@ class Result(Record, frozen=True, kw_only=True):
     succeeded: bool
     exit_code: Count
     """The agents' exit code."""
-    reason: str
+    reason: ResultReason
     is_reset: bool = False
     """The next agent that starts restarts the job."""
     summary: str = ""

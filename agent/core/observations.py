@@ -145,7 +145,7 @@ def _still_s(view: ClusterView) -> float:
 def _fault_at(before: Observations, view: ClusterView, silent: dict[Identity, float], now: float) -> float | None:
     """When the fault of the current group happened. None: it has no fault."""
     group = view.group.value if view.group is not None else None
-    here = {node.value.identity for node in view.nodes if not node.value.unfit}
+    here = {node.value.identity for node in view.nodes if node.value.unfit is None}
     reported = {report.identity for report in view.exits}
     lost = [m.identity for m in group.members if m.identity not in here | reported] if group is not None else []
     failed = [report for report in view.exits if report.failure is not None]

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from agent.core.effects import Refresh
 from agent.core.model import Failure, Group, Member
-from agent.core.proposals import Plan, Proposals, names, required
+from agent.core.proposals import Plan, Proposals, node_ids, required
 from agent.core.reachability import choose_connected, partitioned, reported_silent, unreachable_from_outside
+from agent.core.reasons import NodesUnreachable, Waiting
 
 _FIRST_STEP_WITHIN_S = 30.0
 """Time for the first step of a group whose members do not reach each other."""
@@ -59,16 +60,16 @@ class PartitionView(Proposals):
         members = self.connected_members(group)
         if len(members) < required(self.spec, group):
             return planned
-        asked = f"{self.describe_left_out(group, members)}; waiting for a lease to end"
+        asked = Waiting(what="lease", because=self.without(group, members))
         return self.wait_for_cause(asked, self.seen.partitioned_since or self.now) or members
 
-    def describe_left_out(self, group: Group, members: tuple[Member, ...]) -> str:
-        """Describe the members without which these continue. Empty: there are none."""
+    def without(self, group: Group, members: tuple[Member, ...]) -> NodesUnreachable:
+        """The members without which these continue."""
         going_on = {member.identity for member in members}
         out = [member for member in group.members if member.identity not in going_on]
-        return f"{names(out)} and the others do not reach each other" if out else ""
+        return NodesUnreachable(node_ids=node_ids(out))
 
-    def wait_for_cause(self, asked: str, since: float) -> Plan | None:
+    def wait_for_cause(self, asked: Waiting, since: float) -> Plan | None:
         """Wait until the lease of a member that was lost at `since` has certainly ended, then read everything again."""
         since = max(since, self.seen.outage_ended_at or 0.0)  # etcd renews all leases as it starts
         until = since + self.policy.lease_ttl_s + _LEASE_LATE_S

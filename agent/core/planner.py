@@ -39,23 +39,40 @@ from dataclasses import replace
 
 import msgspec
 
-from agent.core.budget import EARLY_S, EXIT_NO_RESTART, agent_exit_code, back_off_s, counts, describe, is_own
+from agent.core.budget import EARLY_S, EXIT_NO_RESTART, agent_exit_code, back_off_s, counts, is_own
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
 from agent.core.handoff import PlannedChange, are_ranks_quiesced
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
-from agent.core.model import CachedRecords, Cause, ClusterView, Failure, Group, Identity, Member, Policy, Stored
+from agent.core.model import CachedRecords, Cause, ClusterView, Group, Identity, Member, Policy, Stored
 from agent.core.neighbours import silent_members
 from agent.core.observations import Observations
 from agent.core.partitions import PartitionView
-from agent.core.proposals import Plan, begin_again, growth_wait_s, names, nodes, required
+from agent.core.proposals import Plan, begin_again, growth_wait_s, node_ids, required
 from agent.core.rank_order import can_grow, warming
-from agent.core.totals import count
+from agent.core.reasons import (
+    DataLost,
+    Ended,
+    Finished,
+    Finishing,
+    GaveUp,
+    GroupReason,
+    Hanging,
+    NodeIds,
+    NodesJoined,
+    NodesLost,
+    NodesMissing,
+    NodesThere,
+    NotRetried,
+    Requested,
+    Training,
+    Waiting,
+    WorkersFailed,
+)
 from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 
 _SETTLE_WINDOWS = 5
-_LEFT_OUT = "its ranks alone failed twice before their first step"
 _WARM_WITHIN_S = 60.0
 """How long a growth waits for standby processes, from when it was first possible."""
 
@@ -63,12 +80,12 @@ _WARM_WITHIN_S = 60.0
 def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
     """Decide the next group, the job's result, or to leave things as they are. See the module's rules."""
     if view.result is not None:
-        return Plan(None, f"the job has ended: {view.result.value.reason}")
+        return Plan(None, Ended(result=view.result.value.reason))
     cached = lost_data(view)
     if cached is not None:
         return _restore(cached, view, seen, policy, now)
     if view.spec is None:
-        return Plan(None, "etcd has lost the job, and no node has it cached")
+        return Plan(None, DataLost(state="unknown"))
     planner = _Planner(accuse(view, seen, now), view.spec.value, seen, policy, now)
     if planner.spec.stopped_by:
         return planner.stop()
@@ -103,7 +120,7 @@ def _describe_hang(planned: Plan, group: Group, view: ClusterView, seen: Observa
     wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
     report = as_report(group, stalls)
     assert report.failure is not None  # noqa: S101 - a hang is one
-    reason = f"{planned.reason}; {describe(report, report.failure)}"
+    reason = Hanging(because=planned.reason, first=report.failure.in_short(report.node_id))
     return replace(planned, reason=reason, wake_at=min(wakes, default=None))
 
 
@@ -111,11 +128,11 @@ def _restore(cached: CachedRecords, view: ClusterView, seen: Observations, polic
     """Restore what etcd has lost, once all agents have had time to publish their cached records."""
     until = (now if seen.data_lost_since is None else seen.data_lost_since) + policy.lease_ttl_s
     if now < until:
-        return Plan(None, "etcd has lost data; waiting for all members to publish their cached records", until)
+        return Plan(None, DataLost(state="collecting"), until)
     group, restored = cached.group, RestoredRecords(cached.spec, cached.resume, cached.checkpoint)
     if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
         kept = begin_again(None, cached.spec.run) if group is None else group
-        return Plan(kept, "etcd had lost data; all members are back", restored=restored, is_old=True)
+        return Plan(kept, DataLost(state="restored"), restored=restored, is_old=True)
     # A pause must not prevent the records from being restored: the next group is formed as if the job were not paused.
     active = msgspec.structs.replace(cached.spec, paused_by="")
     planner = _Planner(as_cached(cached, view), active, replace(seen, outage_ended_at=None), policy, now)
@@ -139,7 +156,7 @@ class _Planner(PartitionView):
 
     def stop(self) -> Plan:
         """End the job for an operator, once a group that trains has saved its state."""
-        group, reason = self.group, f"stopped by {self.spec.stopped_by}"
+        group, reason = self.group, Requested(what="stop", by=self.spec.stopped_by)
         is_whole = group is not None and all(m.identity in self._fit_nodes() for m in group.members)
         if group is not None and group.members and is_whole and not self.view.exits:
             awaited = self.awaited(group, PlannedChange("drain", reason, ()))
@@ -156,7 +173,7 @@ class _Planner(PartitionView):
         members = self.lineup(self.spec.np_max)
         need = required(self.spec, self.group)
         if len(members) >= self.spec.np_max:
-            return self.form(members, "start", f"all of {nodes(len(members))} there")
+            return self.form(members, "start", self._there(members, is_all=True))
         if len(members) >= need:
             return self._settle(members)
         return self._wait_for_nodes(members, need)
@@ -169,25 +186,27 @@ class _Planner(PartitionView):
         there = self._there(members)
         return self.form(members, "start", there) if self.now >= until else self._wait_a_moment(there, until)
 
-    def _there(self, members: tuple[Member, ...]) -> str:
-        return f"{nodes(len(members))} there (np {self.spec.np})"
+    def _there(self, members: tuple[Member, ...], *, is_all: bool = False) -> NodesThere:
+        return NodesThere(nodes=len(members), np=self.spec.np, is_all=is_all)
 
-    def _wait_a_moment(self, there: str, until: float) -> Plan:
-        return Plan(None, f"{there}; waiting a moment for more", until)
+    def _wait_a_moment(self, there: NodesThere, until: float) -> Plan:
+        return Plan(None, Waiting(what="nodes", because=there), until)
 
     def _wait_for_nodes(self, members: tuple[Member, ...], need: int) -> Plan:
-        have = ", ".join(member.node_id for member in members) or "none"
-        reason = f"waiting for {need - len(members)} of {nodes(need)}; here: {have}"
-        if self.group is not None:
-            reason += f"; {self.group.reason}{self._who_is_left_out()}"
+        reason = NodesMissing(
+            missing=need - len(members),
+            needed=need,
+            here=node_ids(members),
+            last=self.group.reason if self.group is not None else None,
+            left_out=self._left_out(),
+        )
         if self.policy.elastic_timeout_s is None:
             return Plan(None, reason)
         waits_since = self.now if self.seen.waits_since is None else self.seen.waits_since
         give_up_at = waits_since + self.policy.elastic_timeout_s
         if self.now < give_up_at:
             return Plan(None, reason, give_up_at)
-        why = f"gave up after {self.policy.elastic_timeout_s:g} s of {reason}"
-        return self.finish(EXIT_TIMEOUT, why)
+        return self.finish(EXIT_TIMEOUT, GaveUp(after_s=self.policy.elastic_timeout_s, waiting=reason))
 
     # A group trains
 
@@ -198,12 +217,12 @@ class _Planner(PartitionView):
         here = done | {node.value.member.identity for node in self.view.nodes}
         fit = done | self._fit_nodes()
         if all(member.identity in done for member in group.members):
-            return self.finish(0, f"all {group.world_size} ranks finished in group {group.number}")
+            return self.finish(0, Finished(ranks=group.world_size, group=group.number))
         if self.spec.paused_by:
             return self.begin(group) if self.must_begin(group) else self.paused()
         returning = [m for m in group.members if m.identity not in here and self._may_return(m)]
         if returning:
-            return Plan(None, f"etcd was away; waiting for {names(returning)} to return", self._returns_until())
+            return Plan(None, Waiting(what="return", node_ids=node_ids(returning)), self._returns_until())
         lost = [m for m in group.members if m.identity not in fit]
         if len(done) < len(reported):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
@@ -217,24 +236,24 @@ class _Planner(PartitionView):
         draining = {node.value.member.identity for node in self.view.nodes if node.value.is_draining}
         leaving = [member for member in group.members if member.identity in draining]
         if leaving and not done:
-            return self._drain(group, f"{names(leaving)} was asked to leave")
+            return self._drain(group, Requested(what="leave", node_ids=node_ids(leaving)))
         excluded = [member for member in group.members if member.node_id in self.spec.excluded]
         if excluded and not done:
-            return self._drain(group, f"{names(excluded)} was excluded by an operator")
+            return self._drain(group, Requested(what="exclude", node_ids=node_ids(excluded)))
         if self.spec.restart_after >= group.number and not done:
-            return self.change(group, self.lineup(self.spec.np_max), "restart", "an operator asked for a restart")
+            return self.change(group, self.lineup(self.spec.np_max), "restart", Requested(what="restart"))
         if self.must_begin(group):
             return self.begin(group)
         if done:
-            return Plan(None, f"group {group.number}: {done} of {len(group.members)} nodes have finished")
+            return Plan(None, Finishing(group=group.number, done=done, nodes=len(group.members)))
         return self._fit(group)
 
     def _fit_nodes(self) -> set[Identity]:
-        return {node.value.member.identity for node in self.view.nodes if not node.value.unfit}
+        return {node.value.member.identity for node in self.view.nodes if node.value.unfit is None}
 
-    def _loss(self, lost: list[Member]) -> str:
-        unfit = {node.value.node_id: node.value.unfit for node in self.view.nodes if node.value.unfit}
-        return f"lost {names(lost)}" + "".join(f"; {name} is unfit: {why}" for name, why in sorted(unfit.items()))
+    def _loss(self, lost: list[Member]) -> NodesLost:
+        unfit = {node.value.node_id: node.value.unfit for node in self.view.nodes if node.value.unfit is not None}
+        return NodesLost(node_ids=node_ids(lost), unfit=tuple((node_id, unfit[node_id]) for node_id in sorted(unfit)))
 
     def _may_return(self, member: Member) -> bool:
         """Whether a member that is missing right after an outage of etcd has time to return: a lease length, once."""
@@ -250,66 +269,64 @@ class _Planner(PartitionView):
         found = first_failure(self.view.exits)
         assert found is not None  # noqa: S101 - the caller saw a failure
         report, failure = found
-        what = describe(report, failure)
+        reason = WorkersFailed(first=failure.in_short(report.node_id))
         if failure.exit_code == EXIT_NO_RESTART:
-            return self.finish(agent_exit_code(failure), f"{what}, which asks for no restart")
+            return self.finish(agent_exit_code(failure), NotRetried(first=reason.first, why="asked"))
         is_charged = counts(group, self.view.exits, failure)
         if lost:
             is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)
             return self._replace(group, "lost", self._loss(lost), is_failure=is_charged)
         if failure.unreadable:
-            what = f"waiting for the checkpoint: {report.node_id} cannot read {failure.unreadable}"
-            return self._replace(group, "failed", what, is_failure=False)
+            return self._replace(group, "failed", reason, is_failure=False)
         if failure.is_port_taken:
-            return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
+            return self._replace(group, "port", reason, is_failure=False)
         suspected, is_partition_cause = silent_members(self.view), self.is_partition_cause(failure)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
-        how = " of a broken connection" if failure.is_peer_lost else ""
-        asked, since = f"{what}{how}; checking the lease of {names(awaited or group.members)}", self._reported_since()
+        asked = Waiting(what="lease", node_ids=node_ids(awaited or group.members), because=reason)
+        since = self._reported_since()
         since = max(since, self.seen.partitioned_since or 0.0) if is_partition_cause else since
         has_cause = not awaited and not is_partition_cause
-        waiting = self._wait_for_the_same(failure, silent) if has_cause else self.wait_for_cause(asked, since)
+        waiting = self._wait_for_the_same(reason, silent) if has_cause else self.wait_for_cause(asked, since)
         if waiting is not None:
             return waiting
-        without = self.describe_left_out(group, self._remaining(group)) if is_partition_cause else ""
-        what = f"{what}; {without}" if without else what
+        without = self.without(group, self._remaining(group)).node_ids if is_partition_cause else ()
         new = {each.node_id for each in self.tally().left_out} - {each.node_id for each in group.left_out}
-        for node_id in sorted(new):
-            what += f"; {node_id} is left out until its agent is started again: {_LEFT_OUT}"
-        is_excused = is_partition_cause and (failure.is_peer_lost or bool(failure.hang))
-        return self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
+        reason = msgspec.structs.replace(reason, unreachable=without, left_out=tuple(sorted(new)))
+        is_excused = is_partition_cause and (failure.is_peer_lost or failure.hang is not None)
+        return self._replace(group, "failed", reason, is_failure=is_charged and not is_excused)
 
-    def _wait_for_the_same(self, failure: Failure, silent: list[Member]) -> Plan | None:
+    def _wait_for_the_same(self, reason: WorkersFailed, silent: list[Member]) -> Plan | None:
         """Wait for the other ranks to fail by the same error in the script, most likely at about the same time."""
         until = min(self._reported_since(), self.seen.group_since + EARLY_S) + self.policy.same_within_s
-        if not failure.mistake or not silent or self.now >= until:
+        if not reason.first.mistake or not silent or self.now >= until:
             return None
-        return Plan(None, f"{failure.mistake}; waiting for the same error on {names(silent)}", until)
+        return Plan(None, Waiting(what="same error", node_ids=node_ids(silent), because=reason), until)
 
     def _resolve_partition(self, group: Group, planned: Plan) -> Plan:
         found = self.resolve(group, planned)
         if isinstance(found, Plan):
             return found
-        return self._replace(group, "lost", self.describe_left_out(group, found), is_failure=False)
+        return self._replace(group, "lost", self.without(group, found), is_failure=False)
 
     def _reported_since(self) -> float:
         since = (self.seen.reported_since, self.seen.stalled_since)
         return min((each for each in since if each is not None), default=self.now)
 
-    def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
+    def _replace(self, group: Group, cause: Cause, reason: GroupReason, *, is_failure: bool) -> Plan:
         failures = self.tally(is_failure=is_failure)
         found = first_failure(self.view.exits)
-        if is_failure and found is not None and failures.is_mistake_again and self.policy.ends_at_mistakes:
-            why = "every rank, twice in a row; --max_restarts=N tries N times"
-            return self.finish(agent_exit_code(found[1]), f"{describe(*found)}, as did {why}")
-        if is_failure and found is not None and failures.restarts > self.policy.max_restarts:
-            code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
-            spent = f"{count(self.policy.max_restarts, 'restart')} without progress"
-            return self.finish(code, f"{describe(*found)}, after {spent}")
+        if is_failure and found is not None:
+            code, first = agent_exit_code(found[1]), found[1].in_short(found[0].node_id)
+            if failures.is_mistake_again and self.policy.ends_at_mistakes:
+                return self.finish(code, NotRetried(first=first, why="mistake"))
+            if failures.restarts > self.policy.max_restarts:
+                restarts = self.policy.max_restarts
+                spent = NotRetried(first=first, why="budget", restarts=restarts)
+                return self.finish(EXIT_BUDGET if restarts else code, spent)
         until = self.seen.group_since + back_off_s(failures.unread or failures.restarts)
         if cause == "failed" and self.now < until:
-            why = "" if failures.unread else f": {count(failures.restarts, 'failure')} without progress"
-            return Plan(None, f"{reason}{why}; trying again in a moment", until)
+            counted = 0 if failures.unread else failures.restarts
+            return Plan(None, Waiting(what="retry", because=reason, failures=counted), until)
         members = self._remaining(group)
         if len(members) < required(self.spec, group):
             return self.form((), "wait", reason, is_failure=is_failure)
@@ -328,7 +345,7 @@ class _Planner(PartitionView):
         enough = (members for members in tries if len(members) >= need)
         return next(enough, self.lineup(self.spec.np_max, is_picky=False))
 
-    def _drain(self, group: Group, reason: str) -> Plan:
+    def _drain(self, group: Group, reason: GroupReason) -> Plan:
         members = self.lineup(self.spec.np_max)
         # With too few nodes left it is a wait, but still a drain: no rank hangs, so workers get time to end.
         return self.change(group, members if len(members) >= required(self.spec, group) else (), "drain", reason)
@@ -337,19 +354,18 @@ class _Planner(PartitionView):
         size, goal = len(group.members), self.spec.np_max
         if size > goal:
             members = self.lineup(goal)
-            return self.change(group, members, "scale", f"np is now {self.spec.np}")
+            return self.change(group, members, "scale", Requested(what="np", np=self.spec.np))
         grown = self.lineup(goal)
         if can_grow(self.view):
             return self._grow(group, grown)
         if size < self.spec.np_min:
-            missing = goal - len(grown)
-            return Plan(None, f"training on {nodes(size)}; {missing} more needed for np {self.spec.np}")
-        return Plan(None, f"training on {nodes(size)} (np {self.spec.np}){self._who_is_left_out()}")
+            return Plan(None, Training(nodes=size, np=self.spec.np, missing=goal - len(grown)))
+        return Plan(None, Training(nodes=size, np=self.spec.np, left_out=self._left_out()))
 
-    def _who_is_left_out(self) -> str:
+    def _left_out(self) -> NodeIds:
+        """The nodes that are here, but left out because of failures."""
         left_out = self.group.left_out if self.group is not None else ()
-        here = sorted(node.value.node_id for node in self.view.nodes if node.value.identity in left_out)
-        return f"; left out: {', '.join(here)} ({_LEFT_OUT})" if here else ""
+        return tuple(sorted(node.value.node_id for node in self.view.nodes if node.value.identity in left_out))
 
     def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
         """Admit new nodes: at once if np is reached, else a settle window after the last arrival.
@@ -365,9 +381,10 @@ class _Planner(PartitionView):
         cold = [member for member in grown if member.identity in warming(self.view)]
         if cold:
             until = (self.seen.grows_since or self.now) + settle_s + _WARM_WITHIN_S
-            training = f"training on {nodes(len(group.members))}"
-            waiting = Plan(None, f"{training}; waiting for {names(cold)} to be warm", until)
+            training = Training(nodes=len(group.members))
+            waiting = Plan(None, Waiting(what="warm", node_ids=node_ids(cold), because=training), until)
         if self.now < until and not are_ranks_quiesced(self.seen.handoff_progress, self.policy, self.now):
             return waiting
         new = [member for member in grown if group.node_rank(member.identity) is None]
-        return self.change(group, grown, "join", f"{names(new)} joined (np {self.spec.np})" if is_full else there)
+        joined = NodesJoined(node_ids=node_ids(new), np=self.spec.np)
+        return self.change(group, grown, "join", joined if is_full else there)

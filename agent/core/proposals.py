@@ -27,6 +27,16 @@ from agent.core.model import (
     Spec,
 )
 from agent.core.observations import Observations
+from agent.core.reasons import (
+    Beginning,
+    CheckpointOnDisk,
+    GroupReason,
+    NodeIds,
+    PlanReason,
+    Requested,
+    ResultReason,
+    Waiting,
+)
 
 STEADY_S = 600.0
 """Seconds in one group after which earlier losses of new nodes no longer delay its growth. Also the longest delay."""
@@ -43,7 +53,7 @@ class Plan:
     """What to do now, if anything; why; and when to plan again at the latest."""
 
     action: Action | None
-    reason: str
+    reason: PlanReason
     wake_at: float | None = None
     restored: RestoredRecords | None = None
     """Written with the group, if etcd has lost these records."""
@@ -59,7 +69,8 @@ def required(spec: Spec, group: Group | None) -> int:
 def begin_again(last: Group | None, run: str) -> Group:
     """The first group of a new run, numbered after the last group of the run before. It has no members yet."""
     number = last.number + 1 if last is not None else 1
-    return Group(run=run, number=number, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
+    reason = Requested(what="start over")
+    return Group(run=run, number=number, members=(), cause="wait", reason=reason, restarts=0, step=0, reached=0)
 
 
 @dataclass(frozen=True)
@@ -109,28 +120,28 @@ class Proposals:
         held = {holding.identity: holding.copies for holding in self.view.inventories}
         silent = [member for member in group.members if member.identity not in held]
         if silent:
-            return Plan(None, f"waiting for {names(silent)} to say what can be resumed from")
+            return Plan(None, Waiting(what="inventory", node_ids=node_ids(silent)))
         committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
         last = lineage.as_begun(self.view.resume.value if self.view.resume is not None else None, committed)
         copy = lineage.choose(held.values(), last, committed, self.spec.run)
         if committed is not None and copy == committed.copy and committed.node not in {"", group.members[0].node_id}:
             return self._fetch(committed)
-        begin = "at the start" if copy is None else f"after step {copy.step}"
         resume = lineage.follow(group.number, copy, last, committed, self.spec.run)
-        return Plan(resume, f"group {group.number} begins {begin}")
+        return Plan(resume, Beginning(group=group.number, step=copy.step if copy is not None else None))
 
     def _fetch(self, committed: Checkpoint) -> Plan:
         """Form a group in which the node whose local disk has the checkpoint comes first; else wait for that node."""
         members = self.lineup(self.spec.np_max)
+        reason = CheckpointOnDisk(node_id=committed.node, checkpoint=committed.name)
         if members and members[0].node_id == committed.node and not self.spec.paused_by:
-            return self.form(members, "join", f"{committed.node} has the checkpoint {committed.name} on its disk")
-        return Plan(None, f"waiting for {committed.node}: only its own disk has the checkpoint {committed.name}")
+            return self.form(members, "join", reason)
+        return Plan(None, Waiting(what="checkpoint", because=reason))
 
     def paused(self) -> Plan:
         """Do nothing while the job is paused."""
-        return Plan(None, f"paused by {self.spec.paused_by}: nothing changes until it is resumed")
+        return Plan(None, Requested(what="pause", by=self.spec.paused_by))
 
-    def change(self, group: Group, members: tuple[Member, ...], cause: Cause, reason: str) -> Plan:
+    def change(self, group: Group, members: tuple[Member, ...], cause: Cause, reason: GroupReason) -> Plan:
         """Change a group that trains, as planned: once its ranks have stopped for a handoff, if they can."""
         return self.awaited(group, PlannedChange(cause, reason, members)) or self.form(members, cause, reason)
 
@@ -142,11 +153,11 @@ class Proposals:
             case HandoffRequest() as request:
                 return Plan(request, change.reason)
             case float() as until:
-                return Plan(None, f"{change.reason}; its ranks are to stop after a common step and save it", until)
+                return Plan(None, Waiting(what="handoff", because=change.reason), until)
             case None:
                 return None
 
-    def form(self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False) -> Plan:
+    def form(self, members: tuple[Member, ...], cause: Cause, reason: GroupReason, *, is_failure: bool = False) -> Plan:
         """Form the next group."""
         last, failures = self.group, self.tally(is_failure=is_failure)
         reached = max(len(members), last.reached if last is not None else 0)
@@ -197,7 +208,7 @@ class Proposals:
             return 0.0
         return (self.now if self.seen.fault_at is None else self.seen.fault_at) - self.seen.came_at
 
-    def finish(self, exit_code: int, reason: str, *, succeeded: bool | None = None) -> Plan:
+    def finish(self, exit_code: int, reason: ResultReason, *, succeeded: bool | None = None) -> Plan:
         """End the job. It is a success if the agents exit with 0, unless `succeeded` says otherwise."""
         number = self.group.number if self.group is not None else 0
         is_success = exit_code == 0 if succeeded is None else succeeded
@@ -210,14 +221,9 @@ def growth_wait_s(policy: Policy, group: Group) -> float:
     return doubled_s(policy.settle_s, group.flaps, STEADY_S)
 
 
-def nodes(count: int) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{count} node" if count == 1 else f"{count} nodes"
-
-
-def names(members: Sequence[Member]) -> str:
+def node_ids(members: Sequence[Member]) -> NodeIds:
     """The node ids of these members, in rank order."""
-    return ", ".join(member.node_id for member in members)
+    return tuple(member.node_id for member in members)
 
 
 def of_members(group: Group, statuses: Iterable[MemberStatus]) -> tuple[MemberStatus, ...]:

@@ -24,6 +24,7 @@ from agent.core.model import (
 from agent.core.neighbours import Links
 from agent.core.observations import Observations
 from agent.core.proposals import Plan
+from agent.core.reasons import HealthCheckFailed, LeaveReason, ProcessesLeft, UnfitReason
 from agent.core.transitions import WorkerObservations
 
 
@@ -69,7 +70,7 @@ class Leaving:
     """The agent ends with this exit code once its workers are gone."""
 
     code: int
-    sentence: str
+    reason: LeaveReason
     is_hurried: bool = False
     """Workers are ended without a grace period."""
 
@@ -190,10 +191,10 @@ class AgentState:
         )
 
     @property
-    def _unfit(self) -> str:
+    def _unfit(self) -> UnfitReason | None:
         if self.workers.is_stuck:
-            return f"processes of group {self.workers.group} survive SIGKILL"
-        return f"its health check failed: {self.health}" if self.health else ""
+            return ProcessesLeft(group=self.workers.group)
+        return HealthCheckFailed(trouble=self.health) if self.health else None
 
     def wall(self, now: float) -> float:
         """The wall clock in seconds since 1970, computed from its value at the start of the agent."""

@@ -28,7 +28,7 @@ from trainer_runtime import contract
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.core.incident import Doing
+    from agent.core.reasons import Doing
     from agent.workers.process import RankProcess
 
 _STACK_CHARACTERS = 4096

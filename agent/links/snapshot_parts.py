@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agent.core.model import Count, StateId, WorldSize
+from agent.core.bounds import Count, WorldSize
+from agent.core.model import StateId
 from agent.links.frames import FrameKind, LinkBroken, LinkConnection, decode_or_break
 from agent.links.handshake import LinkSession
 

@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 
 from agent.core.model import Result
+from agent.core.reasons import AgentEnded
 from agent.errors import ConfigError, ElasticAgentError, RecordError
 from agent.local_etcd.known_jobs import JobNote, KnownJob
 from agent.observe.log import log
+from agent.observe.messages import describe
 from agent.roles.model import RoleResult
 from agent.roles.store import RoleKeys
 from agent.store.access import Credentials
@@ -115,10 +117,9 @@ class KeptStore(MemoryStore):
         if ranks.result is not None or servers.result is not None:
             return []
         code = _KILLED if records.exit_code is None else records.exit_code
-        end = "was killed" if records.exit_code is None else f"left with exit code {code}"
-        why = f"its agent {end} before the job had ended; {how_to_continue}"
+        why = AgentEnded(exit_code=records.exit_code, advice=how_to_continue)
         if servers.spec is not None:
-            return [Put(roles.result, encode(RoleResult(code=code, sentence=why)))]
+            return [Put(roles.result, encode(RoleResult(code=code, sentence=describe(why))))]
         if ranks.spec is None:
             return None
         group = ranks.group.value.number if ranks.group is not None else 0

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agent.core.incident import Incident
-from agent.core.messages import one_line
 from agent.core.model import Group, Spec
+from agent.core.reasons import PlanReason
 from agent.core.state import AgentState
+from agent.observe.messages import describe, one_line
 from agent.observe.stragglers import stragglers
 
 
@@ -24,7 +25,7 @@ class Announced:
     slow: tuple[int, tuple[int, ...]] = (0, ())
     """A group, and its ranks that were announced as stragglers."""
     trouble: str = ""
-    reason: str = ""
+    reason: PlanReason | None = None
 
 
 def announce(
@@ -55,7 +56,7 @@ def announce(
         announced = replace(announced, trouble=state.trouble)
     planned = state.planned
     if planned is not None and planned.action is None and planned.reason != announced.reason:
-        sentences.append(planned.reason)
+        sentences.append(describe(planned.reason))
         announced = replace(announced, reason=planned.reason)
     return announced, tuple(sentences)
 
@@ -91,7 +92,7 @@ def _np_announcements(state: AgentState, last: str, spec: Spec) -> list[str]:
 
 def _group_sentence(group: Group) -> str:
     if not group.members:
-        return f"group {group.number}: no node trains; {group.reason}"
+        return f"group {group.number}: no node trains; {describe(group.reason)}"
     names = ", ".join(member.node_id for member in group.members)
     ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
-    return f"group {group.number}: {ranks} on {names}; {group.reason}"
+    return f"group {group.number}: {ranks} on {names}; {describe(group.reason)}"

@@ -7,7 +7,6 @@ lost follows from how long the detection took, and np is the present one, widene
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -15,6 +14,17 @@ import msgspec
 
 from agent.core.incident import Incident, IncidentMember, WorkerEnd
 from agent.core.model import Record, Spec
+from agent.core.reasons import (
+    CheckpointOnDisk,
+    DataLost,
+    GroupReason,
+    NodesJoined,
+    NodesLost,
+    NodesThere,
+    NodesUnreachable,
+    Requested,
+    WorkersFailed,
+)
 
 Kind = Literal[
     "worker failed",
@@ -110,7 +120,7 @@ def _faults(incident: Incident, old: Sequence[IncidentMember]) -> Iterator[Expor
     elif cause == "port":
         yield ExportedFault(kind="port taken", node_id=old[0].node_id)
     elif cause == "drain":
-        kind: Kind = "exclude" if " excluded " in incident.reason else "drain"
+        kind: Kind = "exclude" if _is_exclusion(incident.reason) else "drain"
         yield from (ExportedFault(kind=kind, node_id=name) for name in _affected(incident, old))
     else:
         yield from _broken(incident, old)
@@ -145,16 +155,30 @@ def _failure(ended: WorkerEnd) -> ExportedFault:
     )
 
 
-def nodes_mentioned(reason: str, node_ids: Sequence[str]) -> tuple[str, ...]:
-    """Return those of `node_ids` that a reason mentions."""
-    words = set(re.findall(r"[A-Za-z0-9._-]+", reason)) | set(re.findall(r"[A-Za-z0-9._-]*[A-Za-z0-9_-]", reason))
-    return tuple(node_id for node_id in node_ids if node_id in words)
+def nodes_of(reason: GroupReason) -> frozenset[str]:
+    """Return the ids of the nodes that a reason names."""
+    match reason:
+        case NodesLost(node_ids=node_ids, unfit=unfit):
+            return frozenset((*node_ids, *(node_id for node_id, _ in unfit)))
+        case WorkersFailed(first=first, unreachable=unreachable, left_out=left_out):
+            return frozenset((first.node_id, *unreachable, *left_out))
+        case NodesJoined(node_ids=node_ids) | NodesUnreachable(node_ids=node_ids) | Requested(node_ids=node_ids):
+            return frozenset(node_ids)
+        case CheckpointOnDisk(node_id=node_id):
+            return frozenset((node_id,))
+        case NodesThere() | DataLost():
+            return frozenset()
+
+
+def _is_exclusion(reason: GroupReason) -> bool:
+    return isinstance(reason, Requested) and reason.what == "exclude"
 
 
 def _affected(incident: Incident, old: Sequence[IncidentMember]) -> tuple[str, ...]:
-    """Return the nodes of the previous group that the incident's reason mentions; if none, those that are missing."""
-    names = [member.node_id for member in old]
-    return nodes_mentioned(incident.reason, names) or tuple(each.node_id for each in _without(old, incident.members))
+    """Return the nodes of the previous group that the incident's reason names; if none, those that are missing."""
+    named = nodes_of(incident.reason)
+    affected = tuple(member.node_id for member in old if member.node_id in named)
+    return affected or tuple(each.node_id for each in _without(old, incident.members))
 
 
 def _without(members: Sequence[IncidentMember], others: Sequence[IncidentMember]) -> tuple[IncidentMember, ...]:

@@ -14,8 +14,20 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.core.incident import Incident, IncidentMember, Phases, WorkerEnd
-from agent.core.messages import SHOWN_S, cause_of, consequences, how_it_ended, how_near, listed, rivals, spent
 from agent.core.totals import count, duration, replayed
+from agent.observe.messages import (
+    SHOWN_S,
+    cause_of,
+    consequences,
+    describe,
+    describe_hang,
+    how_it_ended,
+    how_near,
+    listed,
+    rivals,
+    spent,
+    why_it_ended,
+)
 
 _PHASES = tuple(name.removesuffix("_s").replace("_", " ") for name in Phases.__struct_fields__)
 _MAX_MEMBERS_NAMED = 4
@@ -27,9 +39,14 @@ _WIDTH = 160
 def incident_json(incident: Incident) -> dict[str, Any]:
     """Return an incident as programs read it: its record, and what follows from it.
 
-    `seconds` is the sum of its phases; `is_complete` says whether the group's first step was observed.
+    Its reason, why workers ended, and how they hung, are sentences. `seconds` is the sum of its phases; `is_complete`
+    says whether the group's first step was observed.
     """
     data: dict[str, Any] = msgspec.to_builtins(incident)
+    data["reason"] = describe(incident.reason)
+    for ended, shown in zip(incident.ended, data["ended"], strict=True):
+        failure, hang = shown["failure"], ended.failure.hang
+        failure["why"], failure["hang"] = why_it_ended(ended.failure), describe_hang(hang) if hang is not None else ""
     data["seconds"] = incident.phases.total_s
     data["is_complete"] = incident.phases.is_complete
     return data
@@ -115,7 +132,7 @@ def _what_happened(incident: Incident) -> list[str]:
     ended = incident.ended
     if incident.cause != "failed" or not ended:
         others = [_unordered_failure(each) for each in ended if not each.failure.is_peer_lost]
-        return [f"Reason: {incident.reason}.", *_lost_connections(ended), *others]
+        return [f"Reason: {describe(incident.reason)}.", *_lost_connections(ended), *others]
     first, later = ended[0], consequences(ended)
     text = [f"First failure: {how_it_ended(first.node_id, first.failure)}.{_quoted_output(first)}"]
     text += [_possible_first(each) for each in rivals(ended)]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from agent.core.causes import first_failure, with_early_end
-from agent.core.messages import how_it_ended
 from agent.core.model import ClusterView, Failure, Identity, Node
 from agent.core.state import AgentFacts, AgentState
+from agent.observe.messages import describe, how_it_ended
 
 _WAIT_NOTICE_EVERY_S = 10.0
 _MAX_DIFFERENCES = 5
@@ -57,7 +57,7 @@ def _wait_reason(state: AgentState) -> str:
     if is_over or (state.group is not None and state.group.members):
         return ""
     if state.planned is not None:
-        return state.planned.reason if state.planned.action is None else ""
+        return describe(state.planned.reason) if state.planned.action is None else ""
     leader = state.view.leader if state.view is not None else None
     return f"waiting for {leader.value.node_id} to form a group" if leader is not None else "waiting for a leader"
 

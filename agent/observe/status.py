@@ -11,12 +11,12 @@ from rich.text import Text
 
 from agent.core.handoff import is_fulfilled
 from agent.core.hangs import standing
-from agent.core.incident import Doing
-from agent.core.messages import one_line
 from agent.core.model import ClusterView, Identity, Node, Policy, Spec, Timing
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
+from agent.core.reasons import Doing
 from agent.core.totals import duration
+from agent.observe.messages import describe, one_line
 from agent.observe.stragglers import stragglers
 
 # The planner wants a policy; the reason that it gives for the present state does not depend on these values.
@@ -115,10 +115,10 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
     committed = view.checkpoint.value if view.checkpoint is not None else None
     if result is not None:
         state: State = result.state
-        reason = "; ".join(filter(None, (result.reason, result.summary)))
+        reason = "; ".join(filter(None, (describe(result.reason), result.summary)))
     else:
         state = "training" if group is not None and group.members else "waiting"
-        reason = plan(view, observe(Observations(), view, 0.0), _ANY_POLICY, 0.0).reason
+        reason = describe(plan(view, observe(Observations(), view, 0.0), _ANY_POLICY, 0.0).reason)
     return JobStatus(
         job_id=job_id,
         run=view.spec.value.run,
@@ -126,7 +126,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         state=state,
         reason=reason,
         group=group.number if group is not None else 0,
-        cause=f"{group.cause}: {group.reason}" if group is not None else "",
+        cause=f"{group.cause}: {describe(group.reason)}" if group is not None else "",
         world_size=group.world_size if group is not None else 0,
         restarts=group.restarts if group is not None else 0,
         leader=view.leader.value.node_id if view.leader is not None else None,
@@ -164,7 +164,7 @@ def _handoff_reason(view: ClusterView) -> str:
         return ""
     request = view.handoff.value
     # Once fulfilled, the next group follows within about a second, or the request was given up.
-    return "" if is_fulfilled(request.number, view) else request.reason
+    return "" if is_fulfilled(request.number, view) else describe(request.reason)
 
 
 def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
@@ -191,7 +191,7 @@ def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
 def _note(view: ClusterView, spec: Spec, node: Node) -> str:
     me = node.member.identity
     notes = ["leaving"] * (node.is_draining or me in spec.drained) + ["excluded"] * (node.node_id in spec.excluded)
-    notes += [f"unfit: {node.unfit}"] * bool(node.unfit)
+    notes += [f"unfit: {describe(node.unfit)}"] if node.unfit is not None else []
     suspicions = [stored.value for stored in view.suspects]
     inside = {member.identity for member in view.group.value.members} if view.group is not None else set[Identity]()
     notes += [

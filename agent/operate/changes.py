@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 from agent.core.model import ClusterView, Group, Result
-from agent.core.proposals import nodes
+from agent.core.reasons import Requested
 from agent.core.totals import count
 from agent.errors import ConfigError, NotInTime
+from agent.observe.messages import describe
 from agent.operate import roles
 from agent.operate.jobs import follow_job, open_job, read_roles, read_view
 from agent.operate.prompts import confirm, print_result
@@ -24,7 +25,7 @@ def scale_job(target: Target, np: tuple[int, int], *, as_json: bool) -> int:
     registered = len(view.nodes)
     missing = max(0, np[0] - registered)
     more = f"; {missing} more needed" if missing else ""
-    message = f"np {old.np} -> {new.np} ({nodes(registered)} there{more})"
+    message = f"np {old.np} -> {new.np} ({count(registered, 'node')} there{more})"
     details = {"np_before": old.np, "np": new.np, "nodes_there": registered, "nodes_missing": missing}
     return print_result(keys.job_id, "scale", message, as_json=as_json, **details)
 
@@ -68,7 +69,7 @@ def restart_job(target: Target, *, is_agreed: bool, as_json: bool) -> int:
 
 
 def _size(group: Group) -> str:
-    return f"{count(group.world_size, 'rank')} on {nodes(len(group.members))}"
+    return f"{count(group.world_size, 'rank')} on {count(len(group.members), 'node')}"
 
 
 def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: bool) -> int:
@@ -92,7 +93,7 @@ def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: 
     if result is None:
         message = "stopping: it saves its training, then its agents exit with code 0; `reset` allows a new run"
         return print_result(keys.job_id, "stop", message, as_json=as_json, has_ended=False)
-    return print_result(keys.job_id, "stop", f"has ended: {result.reason}", as_json=as_json, has_ended=True)
+    return print_result(keys.job_id, "stop", f"has ended: {describe(result.reason)}", as_json=as_json, has_ended=True)
 
 
 def _wait_for_end(store: Store, keys: JobKeys, wait_s: float) -> Result:
@@ -127,7 +128,7 @@ def _how_it_ended(view: ClusterView, keys: JobKeys) -> str:
         raise ConfigError(f"job {keys.job_id!r} is running: stop it first with elastic-agent stop (nodes: {running})")
     if view.result is None:
         return "was abandoned: all of its agents left before it had ended"
-    return f"has ended: {view.result.value.reason}"
+    return f"has ended: {describe(view.result.value.reason)}"
 
 
 def _reset(store: Store, keys: JobKeys) -> bool:
@@ -141,7 +142,7 @@ def _reset(store: Store, keys: JobKeys) -> bool:
         group=view.group.value.number if view.group is not None else 0,
         succeeded=False,
         exit_code=1,
-        reason=f"reset by {current_user()}",
+        reason=Requested(what="reset", by=current_user()),
         is_reset=True,
     )
     unchanged = [

@@ -15,6 +15,7 @@ import click
 from agent.core.model import ClusterView
 from agent.errors import ConfigError
 from agent.local_etcd.kept_records import KeptStore
+from agent.observe.messages import describe
 from agent.operate.jobs import Follower, follow_job, open_job, read_incidents, read_view
 from agent.operate.log_sources import LogLibrary, log_hosts
 from agent.operate.node_logs import GroupNode, LogSelection, NodeLogs, group_nodes, nodes_of_group
@@ -189,7 +190,7 @@ class LogTail:
         is_same_run = view.spec is not None and view.spec.value.run == self._run
         if (view.result is not None or not is_same_run) and self._ended_at is None:
             self._ended_at = time.monotonic()
-            why = view.result.value.reason if view.result is not None else "another run has begun"
+            why = describe(view.result.value.reason) if view.result is not None else "another run has begun"
             click.echo(f"elastic-agent: the job has ended: {why}", err=True)
         group = view.group.value if view.group is not None else None
         if group is None or group.run != self._run or group.number <= self._newest:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from agent.core.messages import listed
 from agent.core.model import ClusterView, Identity
-from agent.core.proposals import nodes as number_of
 from agent.core.proposals import required
+from agent.core.totals import count
 from agent.errors import ConfigError, NotInTime
+from agent.observe.messages import listed
 from agent.operate.jobs import follow_job, open_job, read_incidents
 from agent.operate.prompts import confirm, print_result
 from agent.operate.target import Target
@@ -69,9 +69,9 @@ def _confirm_if_it_stops(seen: SpecView, keys: JobKeys, names: Sequence[str], ho
     left = sum(node.member.identity not in spec.drained for node in able)
     needed = required(spec, group)
     if left < needed:
-        has = f"{number_of(left)} left" if left else "none left"
+        has = f"{count(left, 'node')} left" if left else "none left"
         confirm(
-            f"Job {keys.job_id} needs {number_of(needed)} to train, and {how} {listed(names)} has {has}: "
+            f"Job {keys.job_id} needs {count(needed, 'node')} to train, and {how} {listed(names)} has {has}: "
             "it will stop training and wait for others. Continue?",
             is_agreed=is_agreed,
         )

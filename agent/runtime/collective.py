@@ -24,6 +24,7 @@ from agent.links.pool import LinkPool
 from agent.links.queries import LiveRanks
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import log
+from agent.observe.messages import describe
 from agent.observe.notices import NodeDifferences, WaitNotices
 from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
 from agent.ports import PortHold
@@ -180,7 +181,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             case fx.RequestHandoff(group, number, in_memory):
                 self._workers.request_handoff(group, number, in_memory=in_memory)
             case fx.AnswerPublish(group, copy, checkpoint, reason):
-                self._workers.send_publish_answer(group, copy, checkpoint, reason)
+                why = describe(reason) if reason is not None else ""
+                self._workers.send_publish_answer(group, copy, checkpoint, why)
             case fx.SetHangThreshold(after_s):
                 self._workers.set_hang_threshold(after_s)
             case fx.TerminateWorkers(group):

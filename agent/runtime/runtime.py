@@ -16,6 +16,7 @@ from agent.config import AgentConfig
 from agent.core.effects import Exit
 from agent.observe import banner
 from agent.observe.log import log
+from agent.observe.messages import describe_exit
 from agent.observe.notices import EtcdOutageNotice
 from agent.observe.stderr import standard_error
 from agent.runtime.loop import Core, Effect, Event, Heartbeat, Inbox, State, end_with_any_thread, run_loop
@@ -77,9 +78,9 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
 
     def _report_end(self, ended: Exit) -> None:
         if ended.code == 0:
-            log.info(ended.sentence)
+            log.info(describe_exit(ended))
         else:
-            log.error(ended.sentence, exit_code=ended.code)
+            log.error(describe_exit(ended), exit_code=ended.code)
 
     def _report_first_start(self, environments: Sequence[Mapping[str, str]], log_directory: Path) -> None:
         """When workers are started for the first time: show what they are given, and where their output is kept."""

@@ -16,6 +16,7 @@ from typing import Any
 from agent.config import AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.incident import IncidentWrite
 from agent.core.model import Node
 from agent.errors import RecordError, StoreUnavailable
 from agent.observe.log import log
@@ -24,7 +25,7 @@ from agent.roles.model import RoleNode, RoleSpec
 from agent.roles.store import RoleKeys, RoleWriter
 from agent.runtime.loop import Heartbeat, Inbox
 from agent.store.api import KeyRange, Snapshot, Store
-from agent.store.job_writer import IncidentWrite, JobWriter
+from agent.store.job_writer import JobWriter
 from agent.store.keys import JobKeys, Views
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.incident import Incident
+from agent.core.incident import IncidentWrite
 from agent.core.member_status import MemberStatus, WrittenStatus
 from agent.core.model import Node, Stored
 from agent.errors import LeaseGone, RecordError, StoreUnavailable
@@ -24,16 +24,6 @@ Writes = Sequence[Put | Delete]
 
 _INCIDENTS = 200
 """How many are kept."""
-
-
-@dataclass(frozen=True)
-class IncidentWrite:
-    """Write incidents, if the leadership and none of them has changed."""
-
-    incidents: tuple[tuple[Incident, int], ...]
-    """Each with the mod_revision of the record that it replaces. 0: there is none yet."""
-    leader_revision: int
-    """create_revision of the leader key."""
 
 
 class JobWriter:

@@ -25,6 +25,7 @@ from agent.core.incident import Incident
 from agent.core.model import ClusterView
 from agent.observe.incidents import incident_json
 from agent.observe.log import log
+from agent.observe.messages import describe
 from agent.web.hub import KnownJobState
 from agent.workers.output import Sink
 from agent.workers.terminal import write_all
@@ -74,7 +75,7 @@ def changes(before: KnownJobState | None, after: KnownJobState) -> Iterator[Even
         yield {"event": "checkpoint", "step": kept.copy.step, "size_bytes": kept.size_bytes, "write_s": kept.took_s}
     if after.view.result is not None and (old is None or old.result is None):
         ended = after.view.result.value
-        yield {"event": "ended", "state": ended.state, "reason": ended.reason, "exit_code": ended.exit_code}
+        yield {"event": "ended", "state": ended.state, "reason": describe(ended.reason), "exit_code": ended.exit_code}
 
 
 def _spec_events(before: ClusterView | None, after: ClusterView) -> Iterator[Event]:
@@ -92,7 +93,7 @@ def _group_events(before: KnownJobState | None, after: KnownJobState) -> Iterato
                 "event": "group",
                 "group": incident.group,
                 "cause": incident.cause,
-                "reason": incident.reason,
+                "reason": describe(incident.reason),
                 "world_size": sum(member.nproc for member in incident.members),
                 "nodes": [member.node_id for member in incident.members],
             }

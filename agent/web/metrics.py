@@ -173,7 +173,7 @@ def _states(view: ClusterView) -> dict[str, int]:
     for stored in view.nodes:
         node = stored.value
         me = node.member.identity
-        if node.unfit:
+        if node.unfit is not None:
             state = "unfit"
         elif node.is_draining or (spec is not None and me in spec.drained):
             state = "leaving"

@@ -10,6 +10,7 @@ import msgspec
 from agent.core.model import ClusterView
 from agent.observe.goodput import Outage
 from agent.observe.incidents import explain
+from agent.observe.messages import describe
 from agent.observe.report.palette import is_planned
 from agent.observe.report.run_history import RunHistory
 from agent.observe.status import JobStatus, job_status
@@ -133,7 +134,7 @@ def _incident(outage: Outage, before: Outage | None) -> PageIncident:
         group=incident.group,
         cause=incident.cause,
         is_planned=is_planned(incident.cause),
-        reason=incident.reason,
+        reason=describe(incident.reason),
         at=incident.at,
         began_at=outage.began_at,
         downtime_s=0.0 if incident.is_first_start else outage.downtime_s,

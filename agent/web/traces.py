@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.incident import Incident, Phases
 from agent.observe.goodput import began_at
+from agent.observe.messages import describe
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -58,7 +59,7 @@ def _trace(tracer: Tracer, incident: Incident) -> None:
     attributes = {
         "group": incident.group,
         "cause": incident.cause,
-        "reason": incident.reason,
+        "reason": describe(incident.reason),
         "replayed_steps": incident.replayed_steps,
     }
     span = tracer.start_span(f"incident: {incident.cause}", start_time=_ns(start), attributes=attributes)

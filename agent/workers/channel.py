@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from agent.core.model import Checkpoint, Count, RestorePoint, Seconds, StateId, WallClock
+from agent.core.bounds import Count, Seconds, WallClock
+from agent.core.model import Checkpoint, RestorePoint, StateId
 from trainer_runtime import contract
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from os import cpu_count
 from pathlib import Path
 from shutil import which
 
-from agent.core.model import MAX_NPROC
+from agent.core.bounds import MAX_NPROC
 from agent.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agent.config import WorkerConfig
 from agent.core import events as ev
-from agent.core.messages import signal_name
+from agent.observe.messages import signal_name
 from agent.roles.events import ProcessExited, ReplicaReported
 from agent.roles.plan import RoleProcess
 from agent.roles.shards import ReplicaReport

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from reference_pages.source import Source, cell, code_cell, fields_of, page, sources_in, table
 
@@ -26,6 +27,10 @@ _WRITTEN_BY = {
     "roles/result": "any agent, or a command",
 }
 """Writers of keys whose table does not say it, by the first words. A key with a node id is written by that node."""
+
+_STRUCTS = ("msgspec.Struct", "_Reason")
+_TYPES = ("agent/core/bounds.py", "agent/core/reasons.py")
+"""Modules that define types of fields, and no records."""
 
 
 def etcd_keys_page() -> str:
@@ -75,11 +80,13 @@ def _key_row(row: dict[str, str], records: dict[str, ast.ClassDef]) -> tuple[str
 def record_sources() -> list[Source]:
     """The modules that define records of etcd."""
     names = {row["record"].strip("`") for rows in _key_tables() for row in rows}
-    return [source for source in sources_in("agent") if any(each.name in names for each in source.classes)]
+    sources = sources_in("agent")
+    return [each for each in sources if each.place in _TYPES or any(found.name in names for found in each.classes)]
 
 
 def _is_record(node: ast.ClassDef) -> bool:
-    return any(base == "msgspec.Struct" or base.endswith("Record") for base in _bases(node))
+    is_private = node.name.startswith("_")
+    return not is_private and any(base in _STRUCTS or base.endswith("Record") for base in _bases(node))
 
 
 def _bases(node: ast.ClassDef) -> list[str]:
@@ -94,10 +101,11 @@ def records_page() -> str:
             "a wrong type is refused. [etcd-keys.md](etcd-keys.md) has the keys.\n"
         )
     ]
+    used = _names_in_records()
     for source in record_sources():
-        parts += [f"## {source.place}\n", _types_of(source)]
+        parts += [f"## {source.place}\n", _types_of(source, used)]
         for each in source.classes:
-            if not _is_record(each):
+            if not _is_record(each) or (source.place in _TYPES and each.name not in used):
                 continue
             inherited = [f"[`{base}`](#{base.lower()})" for base in _bases(each) if base.endswith("Record")]
             parts += [f"### {each.name}\n", f"{ast.get_docstring(each) or ''}\n"]
@@ -112,15 +120,37 @@ def records_page() -> str:
                 for field in fields_of(each.body)
                 if field.annotation and not field.annotation.startswith("ClassVar")
             ]
+            kind = next((ast.unparse(each.value) for each in each.keywords if each.arg == "tag"), "")
+            rows = (
+                [(code_cell("kind"), code_cell("str"), code_cell(kind), "Always this value."), *rows] if kind else rows
+            )
             parts += [table(("field", "type", "default", "meaning"), rows)] if rows else []
     return page("Records", *(part for part in parts if part))
 
 
-def _types_of(source: Source) -> str:
+def _names_in_records() -> set[str]:
+    """The names of types that fields of records have, directly or within other types."""
+    types: dict[str, str] = {}
+    found: list[str] = []
+    for source in record_sources():
+        for each in source.classes:
+            types[each.name] = " ".join(field.annotation for field in fields_of(each.body))
+            found += [each.name] * (source.place not in _TYPES)
+        types |= {each.name: each.value for each in source.constants}
+    used = set(found)
+    for name in found:  # the loop appends to the list
+        for inner in re.findall(r"\w+", types[name]):
+            if inner in types and inner not in used:
+                used.add(inner)
+                found.append(inner)
+    return used
+
+
+def _types_of(source: Source, used: set[str]) -> str:
     """The types with a name that the module's fields use."""
     rows = [
         (code_cell(each.name), code_cell(each.value), cell(each.doc))
         for each in source.constants
-        if each.value.startswith(("Annotated[", "Literal["))
+        if each.name in used and (each.value.startswith(("Annotated[", "Literal[", "tuple[")) or " | " in each.value)
     ]
     return table(("type", "definition", "meaning"), rows) if rows else ""

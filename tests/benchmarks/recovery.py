@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from benchmarks.jobs import Job, NotStartedError
 from benchmarks.launchers import OURS, Launcher
 from benchmarks.scenarios import Scenario, setting_of
 from waiting import comes_true
 
 from agent.core.model import ClusterView
+from agent.observe.incidents import incident_json
 from agent.operate.jobs import read_incidents, read_view
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
@@ -153,7 +153,8 @@ class Recovery:
             comes_true(is_complete, _TOLD_WITHIN_S)
         told = [each for each in read_incidents(self._store, keys) if each.group > group]
         kept = ("group", "cause", "reason", "phases", "replayed_steps")
-        return tuple({name: msgspec.to_builtins(getattr(each, name)) for name in kept} for each in told)
+        shown = [incident_json(each) for each in told]
+        return tuple({name: each[name] for name in kept} for each in shown)
 
 
 def wait_until_settled(store: EtcdStore, job: Job) -> bool:

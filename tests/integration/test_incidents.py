@@ -19,7 +19,7 @@ from integration import counting, failing_job, pausing_job, slow_job
 from integration.conftest import PATIENT, Job, open_store
 
 from agent.core.incident import Incident
-from agent.core.messages import cause_of
+from agent.observe.messages import cause_of, describe, describe_hang
 from agent.rehearse.cluster import Timeout, wait_for
 from agent.store.api import KeyRange
 from agent.store.keys import JobKeys, decode
@@ -113,7 +113,7 @@ def test_a_worker_that_ends_is_named_with_its_reason(failing: Callable[..., Fail
     incident = job.incident("failed")
     failure = the_cause(incident)
     assert {name: getattr(failure, name) for name in how} == how
-    assert said in incident.reason
+    assert said in describe(incident.reason)
     assert said in job.ask("explain", str(incident.group))
     assert all(each.failure.is_peer_lost for each in incident.ended[1:]), incident.ended
     if kind == "segfault":
@@ -144,8 +144,9 @@ def test_a_stalled_rank_is_named_although_all_stall(failing: Callable[..., Faili
     assert failure.exit_code is None
     assert failure.signal is None
     for part in HANGS[kind]:
-        assert part in failure.hang
-        assert part in incident.reason
+        assert failure.hang is not None
+        assert part in describe_hang(failure.hang)
+        assert part in describe(incident.reason)
     job.finish()
     job.assert_result()
     assert [each.cause for each in job.incidents()] == ["start", "failed"]
@@ -222,7 +223,7 @@ def test_a_worker_that_nothing_can_kill_makes_its_node_unfit(failing: Callable[.
             assert job.nodes["b"].process.poll() is None
             note = next(node["note"] for node in job.status()["nodes"] if node["node_id"] == "b")
             assert "survive SIGKILL" in note
-            assert "b is unfit" in next(each.reason for each in job.incidents() if each.group == without)
+            assert "b is unfit" in next(describe(each.reason) for each in job.incidents() if each.group == without)
         finally:
             (group / "freezer.state").write_text("THAWED")
         job.wait_for_step(60, after_group=without, world=3)
@@ -249,7 +250,7 @@ def test_a_node_that_is_lost_is_named_and_charged_to_nobody(failing: Callable[..
         job.nodes["c"].silence()
     incident = job.incident("start" if how == "kill" else "lost", after_group=1)
     lost = next(each for each in job.incidents() if each.cause in {"wait", "lost"})
-    assert lost.reason.startswith("lost c")
+    assert describe(lost.reason).startswith("lost c")
     assert all(each.failure.is_peer_lost for each in lost.ended)
     assert incident.totals.incidents == incident.group - 1
     wait_for(lambda: job.status()["restarts"] == 0, PATIENCE_S, "nobody is charged")

@@ -17,6 +17,7 @@ from integration.conftest import PATIENCE_S, Job, open_store
 
 from agent.core.model import ClusterView, Group
 from agent.local_etcd.embedded import EmbeddedEtcd
+from agent.observe.messages import describe
 from agent.rehearse.cluster import read_trace, wait_for
 from agent.store.keys import JobKeys, view_of
 
@@ -118,7 +119,7 @@ def test_a_killed_node_is_missed_at_once(counted: Counting, sight: Sight, victim
     lost = leader if victim == "leader" else others[0]
     counted.nodes[lost].kill()
     assert sight.time_to_next_group(number) < SLACK_S
-    assert f"lost {lost}" in sight.group().reason
+    assert f"lost {lost}" in describe(sight.group().reason)
     counted.finish()
     counted.assert_result()
 

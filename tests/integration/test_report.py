@@ -14,6 +14,7 @@ from integration.conftest import PATIENCE_S, PATIENT, Job
 from records import Run, ended
 from simulation.replay import read, replay
 
+from agent.core.reasons import HealthCheckFailed, NodesLost
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
 
@@ -65,8 +66,10 @@ def made(tmp_path: Path) -> Path:
     run = Run("a", "b", "c")
     failed = ended("b", 1, error=_EVIL, traceback=f"Traceback (most recent call last):\n{_EVIL}")
     run.add("failed", 60.0, ("a", "b", "c"), ended=(failed,), replayed_steps=3, step_s=0.5, step=12)
-    run.add("lost", 120.0, ("a", "c"), reason=f"lost b {_EVIL}")
-    history = run.history(300.0, job_id=_EVIL)
+    run.add(
+        "lost", 120.0, ("a", "c"), reason=NodesLost(node_ids=("b",), unfit=(("b", HealthCheckFailed(trouble=_EVIL)),))
+    )
+    history = run.hihistory(300.0, job_id=_EVIL)
     path = tmp_path / "report.html"
     path.write_text(page.page(history, figures.draw(history)), encoding="utf-8")
     return path

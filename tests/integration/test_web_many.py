@@ -14,6 +14,7 @@ import pytest
 from browsers import Visit, browser_open
 from integration.conftest import PATIENCE_S, open_store
 from nodes import TIMING
+from reasons import LOST
 from records import BEGAN_AT, RESTART, Run, ended
 
 from agent import node_facts
@@ -112,7 +113,7 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
             number=61,
             members=members,
             cause="failed",
-            reason="a rank failed",
+            reason=LOST,
             restarts=1,
             step=60,
             reached=NODES,

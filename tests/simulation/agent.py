@@ -13,13 +13,15 @@ from simulation.ranks import Ranks
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.incident import IncidentWrite
 from agent.core.lifecycle import step, wake_at
 from agent.core.model import ClusterView, Node, Policy, Replica, StateId
 from agent.core.state import AgentFacts, AgentState
 from agent.errors import StoreUnavailable
+from agent.observe.messages import describe_exit
 from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
 from agent.store.api import Lease
-from agent.store.job_writer import IncidentWrite, JobWriter
+from agent.store.job_writer import JobWriter
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -272,10 +274,10 @@ class Agent:
                 self.ranks.act(effect)
             case fx.SetHangThreshold():
                 pass  # see watcher.py
-            case fx.Exit(_, sentence):
+            case fx.Exit():
                 self.cluster.invariants.on_exit(self)
                 self.exit, self.gone_at = effect, self.cluster.now
-                self.cluster.tell(f"{self.name}: {sentence}")
+                self.cluster.tell(f"{self.name}: {describe_exit(effect)}")
                 self.cluster.network.update()
             case fx.WriteResult(result):
                 self._do(replace(effect, result=summarize(self.recorder, self.state, result)))

@@ -26,8 +26,8 @@ from simulation.transcript import Transcript
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.incident import Doing
 from agent.core.model import Checkpoint, Group, Policy, RestorePoint, Result, Spec, Timing
+from agent.core.reasons import Doing
 from agent.core.state import AgentFacts
 from agent.store.api import ChangeBatch, Compare, Put
 from agent.store.keys import encode

@@ -13,6 +13,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.budget import EXIT_RESTART
 from agent.core.model import Checkpoint, RestorePoint, StateId
+from agent.observe.messages import describe
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -135,7 +136,8 @@ class Publisher:
         self.verdicts.append(committed is not None)
         self.is_blocking = self.is_blocking and committed is None
         if committed is None:
-            self._cluster.tell(f"{agent.name} is told no: {verdict.reason}")
+            why = describe(verdict.reason) if verdict.reason is not None else ""
+            self._cluster.tell(f"{agent.name} is told no: {why}")
             self._world.standstill.on_failed(asked.handoff)
             if asked.is_rollback:  # what was kept stays, and rank 0 ends
                 agent.ranks.later(self._training.step_s(), lambda: agent.ranks.exit(0, EXIT_RESTART, ""))

@@ -9,8 +9,8 @@ from simulation.watcher import Watcher
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.incident import Doing
 from agent.core.model import Group, RestorePoint
+from agent.core.reasons import Doing
 
 if TYPE_CHECKING:
     from simulation.agent import Agent

@@ -18,7 +18,8 @@ from simulation.scenario import Scenario
 
 from agent.core.incident import Incident, IncidentMember
 from agent.core.model import Group
-from agent.observe.incident_export import ExportedFault, ExportedIncident, Kind, nodes_mentioned
+from agent.observe.incident_export import ExportedFault, ExportedIncident, Kind, nodes_of
+from agent.observe.messages import describe
 
 _TRAINS_S = 5.0
 """The group before trains for so long: longer than a lease."""
@@ -124,13 +125,15 @@ def _compare(situation: ExportedIncident, group: Group, log: str) -> None:
     """The same must have come of it."""
     incident = situation.incident
     wanted, got = _outcome(situation, incident), _outcome(situation, group)
-    assert got == wanted, f"{group.cause}: {group.reason}, not {incident.cause}: {incident.reason}\n{log}"
+    assert got == wanted, (
+        f"{group.cause}: {describe(group.reason)}, not {incident.cause}: {describe(incident.reason)}\n{log}"
+    )
 
 
 def _outcome(situation: ExportedIncident, outcome: Incident | Group) -> tuple[object, ...]:
     """Of a group: why it is, which nodes that is about, and its members."""
-    known = [place.node_id for place in (*situation.nodes, *situation.spares)]
-    about = sorted(nodes_mentioned(outcome.reason, known)) if outcome.cause in _ABOUT_NODES else []
+    known = {place.node_id for place in (*situation.nodes, *situation.spares)}
+    about = sorted(known & nodes_of(outcome.reason)) if outcome.cause in _ABOUT_NODES else []
     # One that was started again is let in a moment sooner or later.
     returned = {fault.node_id for fault in situation.faults if fault.kind == "node returned"}
     members = sorted(member.node_id for member in outcome.members if member.node_id not in returned)

@@ -54,8 +54,8 @@ from simulation.etcd import ETCD, KEYS
 from simulation.ranks import PEER_LOST
 
 from agent.core import events as ev
-from agent.core.incident import Doing
 from agent.core.model import Leader, StateId
+from agent.core.reasons import Doing
 
 END = "---"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+from reasons import FINISHED, LOST
 from simulation.agent import Agent
 from simulation.cluster import POLICY, Cluster
 
@@ -13,7 +14,7 @@ from agent.core import cached_records, fence, lineage, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.apply_event import leave_as_asked
-from agent.core.budget import agent_exit_code, describe
+from agent.core.budget import agent_exit_code
 from agent.core.incident import (
     GroupChange,
     Incident,
@@ -45,8 +46,10 @@ from agent.core.model import (
 )
 from agent.core.observations import Observations
 from agent.core.planner import plan
+from agent.core.reasons import CommitRefused
 from agent.core.transitions import WorkerObservations
 from agent.observe.incident_log import complete, draft, open_incident, with_late
+from agent.observe.messages import how_it_ended
 
 COPY = StateId(run="r", group=2, step=3)
 ASKED = ev.PublishAsked(2, Checkpoint(copy=COPY, name="n", private=".n", manifest_sha256="", kept=(), superseded=()))
@@ -55,7 +58,7 @@ SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_
 
 def view_of_group(number: int, *, begun: int) -> ClusterView:
     resume = RestorePoint(group=begun, copy=None, lineage=(), checkpoint=None)
-    group = Group(run="r", number=number, members=(), cause="wait", reason="", restarts=0, step=0, reached=0)
+    group = Group(run="r", number=number, members=(), cause="wait", reason=LOST, restarts=0, step=0, reached=0)
     return ClusterView(
         9, is_whole=True, spec=Stored(SPEC, 1, 1), group=Stored(group, 2, 2), resume=Stored(resume, 3, 3)
     )
@@ -94,8 +97,8 @@ def test_two_saves_of_one_step_are_two_copies_and_the_later_one_is_newer() -> No
     first, second = (
         msgspec.structs.replace(ASKED.checkpoint, copy=StateId(run="r", group=2, step=3, save=save)) for save in (0, 1)
     )
-    assert not lineage.may_commit(second, first, begun, "r")
-    assert lineage.may_commit(first, second, begun, "r") == "step 3, save 1, of group 2 is committed already"
+    assert not lineage.refusal(second, first, begun, "r")
+    assert lineage.refusal(first, second, begun, "r") == CommitRefused(why="committed", group=2, step=3, save=1)
     following = lineage.follow(3, first.copy, begun, None, "r")
     assert not lineage.is_on_lineage(second.copy, following, "r"), "it goes on without what that save had"
 
@@ -105,9 +108,9 @@ def test_the_first_commit_may_adopt_what_another_run_has_saved() -> None:
     adopted = msgspec.structs.replace(ASKED.checkpoint, copy=StateId(run="old", group=9, step=3))
     own = msgspec.structs.replace(adopted, copy=StateId(run="r", group=1, step=3))
     fresh = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
-    assert not lineage.may_commit(adopted, None, fresh, "r")
-    assert lineage.may_commit(own, None, fresh, "r"), "its group is none of this history"
-    assert lineage.may_commit(adopted, None, msgspec.structs.replace(fresh, copy=COPY, lineage=(COPY,)), "r")
+    assert not lineage.refusal(adopted, None, fresh, "r")
+    assert lineage.refusal(own, None, fresh, "r"), "its group is none of this history"
+    assert lineage.refusal(adopted, None, msgspec.structs.replace(fresh, copy=COPY, lineage=(COPY,)), "r")
 
 
 def test_nothing_is_on_a_lineage_that_has_not_begun() -> None:
@@ -139,7 +142,7 @@ def test_a_checkpoint_that_cannot_be_read_is_no_broken_connection() -> None:
 
 
 def test_nothing_is_planned_once_the_job_has_ended_or_when_nobody_knows_it() -> None:
-    result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
+    result = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
     ended = ClusterView(9, is_whole=True, result=Stored(result, 1, 1))
     for view in (ended, ClusterView(9, is_whole=True)):
         assert plan(view, Observations(), POLICY, 0.0).action is None
@@ -149,7 +152,7 @@ def test_a_signal_is_named_and_makes_the_exit_code() -> None:
     failure = Failure(rank=1, local_rank=0, exit_code=None, signal=9, is_peer_lost=False, tail="", at=0.0)
     report = ExitReport(group=1, node_id="b", incarnation="i", step=0, failure=failure)
     assert agent_exit_code(failure) == 137
-    assert describe(report, failure) == "rank 1 on b was killed by SIGKILL"
+    assert how_it_ended(report.node_id, failure) == "rank 1 on b was killed by SIGKILL"
 
 
 def test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over() -> None:
@@ -335,7 +338,7 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     group = msgspec.structs.replace(shown.group.value, members=(node.member,))
     shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
     phases = Phases(detect_s=1.0, agree_s=1.0, stop_s=5.0)
-    old = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=phases)
+    old = Incident(run="r", group=2, cause="lost", reason=LOST, at=9.0, began_at=1.0, members=(), phases=phases)
     following = change(4)
     assert open_incident(draft(following, shown, Observations(), 20.0), old).before == old.totals
     came = Observations(group=3, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=101.0)
@@ -351,7 +354,7 @@ def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
     assert shown.group is not None
     member = Member(node_id="a", incarnation="i", address="h", nproc=1, port=1, link=2)
     group = msgspec.structs.replace(shown.group.value, members=(member,))
-    made = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=Phases())
+    made = Incident(run="r", group=2, cause="lost", reason=LOST, at=9.0, began_at=1.0, members=(), phases=Phases())
     told = TransitionReport(
         group=2, node_id="a", incarnation="i", stopped_s=0.0, entered_s=0.5, joined_s=1.0, loaded_s=2.0, stepped_s=11.0
     )
@@ -412,7 +415,7 @@ def test_a_step_takes_as_long_as_on_the_slowest_node() -> None:
     members = tuple(Member(node_id=name, incarnation="i", address="h", nproc=1, port=1, link=2) for name in ("a", "b"))
     group = msgspec.structs.replace(shown.group.value, members=members)
     members = members_of(group)
-    made = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=members, phases=Phases())
+    made = Incident(run="r", group=2, cause="lost", reason=LOST, at=9.0, began_at=1.0, members=members, phases=Phases())
     told = tuple(
         TransitionReport(group=2, node_id=name, incarnation="i", stopped_s=0.0, step_s=step_s)
         for name, step_s in (("a", 1.0), ("b", 3.0))

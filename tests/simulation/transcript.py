@@ -16,7 +16,6 @@ from agent.core import effects as fx
 from agent.core.hangs import as_report, in_group
 from agent.core.incident import GroupChange, Incident, StallReport, WorkerEnd
 from agent.core.member_status import MemberStatus
-from agent.core.messages import rivals
 from agent.core.model import (
     Checkpoint,
     ClusterView,
@@ -32,6 +31,7 @@ from agent.core.model import (
     StateId,
     Suspicion,
 )
+from agent.observe.messages import rivals
 from agent.store.api import ChangeBatch
 
 if TYPE_CHECKING:

@@ -6,11 +6,13 @@ import io
 
 import msgspec
 import pytest
+from reasons import lost
 
 from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
-from agent.core.messages import cause_of, how_it_ended, how_near, listed, one_line, signal_name
 from agent.core.model import Failure
+from agent.core.reasons import FailedWorker, Hang, NodesThere, WorkersFailed
 from agent.observe.incidents import explain, incident_json, print_history
+from agent.observe.messages import cause_of, how_it_ended, how_near, listed, one_line, signal_name
 
 
 def failure(rank: int = 1, **changed: object) -> Failure:
@@ -30,7 +32,7 @@ FIRST = Incident(
     run="r",
     group=3,
     cause="start",
-    reason="all of 3 nodes there",
+    reason=NodesThere(nodes=3, np="3", is_all=True),
     at=1000.0,
     began_at=1000.0,
     members=(
@@ -44,7 +46,7 @@ CRASH = Incident(
     run="r",
     group=4,
     cause="failed",
-    reason="rank 1 on node-b was killed by signal 9",
+    reason=WorkersFailed(first=FailedWorker(node_id="node-b", rank=1, signal=9)),
     at=1100.0,
     began_at=1000.0,
     members=(IncidentMember(node_id="node-a", nproc=2), IncidentMember(node_id="node-d", nproc=2)),
@@ -84,7 +86,18 @@ def said(incident: Incident, before: Incident | None = FIRST) -> str:
             {"signal": None, "exit_code": 1, "error": "KeyError: 3"},
             "rank 1 on node-b exited with code 1 (KeyError: 3)",
         ),
-        ({"hang": "made no step for 70 s"}, "rank 1 on node-b made no step for 70 s"),
+        (
+            {"signal": None, "hang": Hang(doing="sleeps", step=9, for_s=70)},
+            "rank 1 on node-b made no step after step 9 for 70 s: it sleeps",
+        ),
+        (
+            {"signal": None, "exit_code": 0, "last_step": 9},
+            "rank 1 on node-b exited with code 0: it ended after step 9, before the other ranks were done",
+        ),
+        (
+            {"signal": None, "exit_code": 0},
+            "rank 1 on node-b exited with code 0: it ended, before the other ranks were done",
+        ),
         ({"unreadable": "step 5: EIO"}, "rank 1 on node-b could not read step 5: EIO"),
         ({"is_port_taken": True}, "rank 1 on node-b found the master's port taken"),
     ],
@@ -106,7 +119,7 @@ def test_an_incident_fits_on_a_line() -> None:
 
 def test_a_line_contains_only_what_is_known() -> None:
     wait = msgspec.structs.replace(
-        CRASH, cause="wait", reason="lost node-b", members=(), phases=Phases(), replayed_steps=0
+        CRASH, cause="wait", reason=lost("node-b"), members=(), phases=Phases(), replayed_steps=0
     )
     assert one_line(wait) == "group 4: lost node-b"
     running = msgspec.structs.replace(wait, phases=Phases(detect_s=0.5), replayed_steps=1)
@@ -203,18 +216,18 @@ def test_workers_that_certainly_failed_later_are_consequences_with_their_output(
 
 
 def test_the_loss_of_a_node_comes_before_the_failures_of_its_peers() -> None:
-    text = said(crash(PEER, cause="lost", reason="lost node-b"))
+    text = said(crash(PEER, cause="lost", reason=lost("node-b")))
     assert "Reason: lost node-b.\nFailed as a result: rank 0 on node-a (0.1 s later: its connection broke)." in text
 
 
 def test_a_failure_beside_a_lost_node_has_no_order() -> None:
-    text = said(crash(KILLED, PEER, cause="lost", reason="lost node-c"))
+    text = said(crash(KILLED, PEER, cause="lost", reason=lost("node-c")))
     assert "Reason: lost node-c.\nFailed as a result: rank 0 on node-a" in text
     assert "\nRank 1 on node-b was killed by SIGKILL too.\n" in text
 
 
 def test_a_wait_says_that_nobody_trained() -> None:
-    text = said(crash(PEER, cause="wait", reason="lost node-b", members=(), phases=Phases()))
+    text = said(crash(PEER, cause="wait", reason=lost("node-b"), members=(), phases=Phases()))
     assert (
         "node-a, node-b and node-c left.\nThe group has no members: the job waits for nodes.\nThe run so far:" in text
     )
@@ -279,5 +292,22 @@ def test_a_reason_is_never_markup_and_many_members_are_counted() -> None:
 def test_json_has_all_fields_of_the_record_and_derived_values() -> None:
     data = incident_json(CRASH)
     assert (data["replayed_steps"], data["before"]) == (3, {"incidents": 2, "downtime_s": 10.0, "replayed_steps": 4})
-    assert msgspec.convert({key: data[key] for key in Incident.__struct_fields__}, Incident) == CRASH
+    plain = msgspec.to_builtins(CRASH)
+    assert {key: data[key] for key in plain} | {"reason": plain["reason"], "ended": plain["ended"]} == plain
+    assert data["reason"] == "rank 1 on node-b was killed by SIGKILL"
+
+
+def test_json_has_sentences_for_reasons_and_failures() -> None:
+    hang, early = (
+        WorkerEnd(node_id="node-b", failure=failure(signal=None, hang=Hang(doing="runs", step=9, for_s=70))),
+        WorkerEnd(node_id="node-b", failure=failure(signal=None, exit_code=0, last_step=9)),
+    )
+    first, second, third = (each["failure"] for each in incident_json(crash(hang, early, KILLED))["ended"])
+    assert (first["hang"], first["why"]) == ("made no step after step 9 for 70 s: it computes", "")
+    assert (second["hang"], second["why"]) == ("", "it ended after step 9, before the other ranks were done")
+    assert (third["hang"], third["why"]) == ("", "")
+
+
+def test_json_has_values_that_follow_from_the_record() -> None:
+    data = incident_json(CRASH)
     assert (round(data["seconds"], 2), data["is_complete"]) == (3.43, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from reasons import FINISHED, LOST
 from records import failure
 from statuses import statuses
 
@@ -22,11 +23,11 @@ KEYS = JobKeys("job")
 def store() -> MemoryStore:
     """Return the store of a job whose only rank has failed."""
     member = Member(node_id="a", incarnation="1", address="127.0.0.1", nproc=1, port=1, link=1)
-    group = Group(run="r", number=1, members=(member,), cause="start", reason="", restarts=0, step=0, reached=1)
+    group = Group(run="r", number=1, members=(member,), cause="start", reason=LOST, restarts=0, step=0, reached=1)
     told = failure(0, tail="ValueError: what it was")
     report = ExitReport(node_id="a", incarnation="1", group=1, step=0, failure=told)
     (status,) = statuses(report)
-    result = Result(run="r", group=1, succeeded=False, exit_code=1, reason="")
+    result = Result(run="r", group=1, succeeded=False, exit_code=1, reason=FINISHED)
     store = MemoryStore()
     records = {KEYS.group: group, KEYS.status(status): status, KEYS.result: result}
     store.transact([], [Put(key, encode(record)) for key, record in records.items()])

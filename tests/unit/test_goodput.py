@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from reasons import FINISHED, lost
 from records import BEGAN_AT, Run, ended
 
 from agent.core.incident import Phases
@@ -38,9 +39,7 @@ def test_the_statistics_equal_those_in_the_summary_of_the_result() -> None:
     run = Run("a", "b")
     last = run.add("failed", 50.0, ("a", "b"), replayed_steps=4, step_s=0.5)
     said = summary(last.totals, training_since(run.incidents[0]), BEGAN_AT + 103.0)
-    result = Result(
-        run="r1", group=2, succeeded=True, exit_code=0, reason="all done", summary=said, at=BEGAN_AT + 103.0
-    )
+    result = Result(run="r1", group=2, succeeded=True, exit_code=0, reason=FINISHED, summary=said, at=BEGAN_AT + 103.0)
     statistics = run.history(5000.0, result=result).statistics
     assert said == "1 incident cost 5.5 s; goodput 94.5 %; 4 replayed steps"
     assert statistics.goodput == pytest.approx(0.945), "it does not change after the end"
@@ -65,7 +64,7 @@ def test_a_fault_before_the_first_step_ends_the_incident_before_it() -> None:
 
 def test_waiting_for_nodes_is_a_part_of_agreeing_on_the_next_group() -> None:
     run = Run("a", "b", np=(2, 2))
-    run.add("wait", 50.0, (), phases=Phases(detect_s=1.0, agree_s=0.0), reason="lost b")
+    run.add("wait", 50.0, (), phases=Phases(detect_s=1.0, agree_s=0.0), reason=lost("b"))
     assert run.history(90.0).statistics.downtime_by_phase["agree_s"] == pytest.approx(40.0)
     run.add("start", 90.0, ("a", "b"), phases=Phases(agree_s=40.0, stop_s=0.0, start_s=1.0, first_step_s=1.0))
     statistics = run.history(100.0).statistics
@@ -124,7 +123,7 @@ def test_each_node_has_a_row_of_spans() -> None:
 
 def test_remaining_nodes_wait_while_others_are_missing() -> None:
     run = Run("a", "b", np=(2, 2))
-    run.add("wait", 50.0, (), phases=Phases(detect_s=1.0, agree_s=0.0), reason="lost b")
+    run.add("wait", 50.0, (), phases=Phases(detect_s=1.0, agree_s=0.0), reason=lost("b"))
     assert spans(run, 60.0, present=frozenset({"a"}))["a"][-1] == ("waiting", 49.0, 60.0)
     assert spans(run, 60.0, present=frozenset({"a"}))["b"][-1] == ("training", 3.0, 49.0)
     run.add("start", 90.0, ("a", "c"), phases=Phases(agree_s=30.0, stop_s=0.0, start_s=1.0, first_step_s=1.0))
@@ -138,7 +137,7 @@ def test_remaining_nodes_wait_while_others_are_missing() -> None:
 
 def test_a_job_that_failed_shows_no_time_after_its_end() -> None:
     run = Run("a")
-    result = Result(run="r1", group=1, succeeded=False, exit_code=1, reason="rank 0 on a exited with code 1")
+    result = Result(run="r1", group=1, succeeded=False, exit_code=1, reason=FINISHED)
     history = run.history(5000.0, result=result)
     assert history.end == BEGAN_AT + 3.0, "the last that is known of it"
     assert history.state == "failed"

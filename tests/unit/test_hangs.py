@@ -7,17 +7,19 @@ from dataclasses import replace
 import msgspec
 import pytest
 from nodes import NODE, POLICY
+from reasons import LOST
 from statuses import statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.hangs import REPORT_WITHIN_S, as_report, describe, in_group, is_due, suspects
-from agent.core.incident import Doing, RankStall, StallReport
+from agent.core.hangs import REPORT_WITHIN_S, as_report, hang_of, in_group, is_due, suspects
+from agent.core.incident import RankStall, StallReport
 from agent.core.local_workers import LocalWorkers
 from agent.core.member_status import WrittenStatus
 from agent.core.model import ClusterView, ExitReport, Failure, Group, Identity, Member, Spec, Stored, Suspicion
 from agent.core.observations import Observations, follow, observe
 from agent.core.planner import plan
+from agent.core.reasons import Doing, Hang, WorkersFailed
 from agent.core.transitions import WorkerObservations, due_status
 from agent.observe.stragglers import stragglers
 
@@ -27,7 +29,7 @@ GROUP = Group(
     number=1,
     members=tuple(Member(node_id=name, incarnation="i1", address="h", nproc=1, port=1, link=2) for name in NAMES),
     cause="start",
-    reason="",
+    reason=LOST,
     restarts=0,
     step=0,
     reached=3,
@@ -99,8 +101,9 @@ def test_if_all_wait_those_at_the_rarest_place_are_named() -> None:
         stall("c", "waits", where="x.py:1"),
     ]
     assert [rank.rank for rank in suspects(told)] == [1]
-    assert describe(told).endswith("it waits for others at y.py:2; others wait at x.py:1")
-    assert describe(told[:1]).endswith(", and so do all")
+    hang = hang_of(told)
+    assert (hang.doing, hang.where, hang.elsewhere) == ("waits", "y.py:2", ("x.py:1",))
+    assert hang_of(told[:1]).elsewhere == ()
 
 
 def test_a_node_that_is_done_counts_as_one_that_the_others_wait_for() -> None:
@@ -120,7 +123,9 @@ def test_before_a_group_is_ended_all_its_nodes_have_a_moment_to_report() -> None
     whole = view(stalls=(stall("a", "waits", "certain"), stall("b", "sleeps"), stall("c", "waits")))
     at_once = plan(whole, seen_before, POLICY, 100.0)
     assert isinstance(at_once.action, Group)
-    assert at_once.reason.startswith("rank 1 on b made no step")
+    assert isinstance(at_once.reason, WorkersFailed)
+    assert (at_once.reason.first.node_id, at_once.reason.first.rank) == ("b", 1)
+    assert at_once.reason.first.hang == Hang(doing="sleeps", step=3, for_s=6, waiting=2, others=2)
 
 
 def test_the_time_of_a_fault_is_that_of_the_first_report() -> None:

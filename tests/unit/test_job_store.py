@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from nodes import NODE
+from reasons import FINISHED, LOST
 
 from agent.core import effects as fx
 from agent.core.events import Outcome
-from agent.core.incident import Incident, Phases
+from agent.core.incident import Incident, IncidentWrite, Phases
 from agent.core.member_status import MemberStatus, WrittenStatus
 from agent.core.model import (
     Checkpoint,
@@ -25,14 +26,14 @@ from agent.core.model import (
     StateId,
 )
 from agent.store.api import Delete, KeyRange, Put
-from agent.store.job_writer import IncidentWrite, JobWriter
+from agent.store.job_writer import JobWriter
 from agent.store.keys import JobKeys
 from agent.store.memory import MemoryStore
 
 KEYS = JobKeys("job")
 COPY = StateId(run="r", group=1, step=3)
-GROUP = Group(run="r", number=2, members=(), cause="wait", reason="", restarts=0, step=0, reached=0)
-INCIDENT = Incident(run="r", group=1, cause="start", reason="", members=(), phases=Phases())
+GROUP = Group(run="r", number=2, members=(), cause="wait", reason=LOST, restarts=0, step=0, reached=0)
+INCIDENT = Incident(run="r", group=1, cause="start", reason=LOST, members=(), phases=Phases())
 CHECKPOINT = Checkpoint(copy=COPY, name="n", private="", manifest_sha256="", kept=(), superseded=())
 BY = {"group": 1, "node_id": "a", "incarnation": "i1"}
 STATUS = MemberStatus(exit=ExitReport(step=3, failure=None, **BY), **BY)  # type: ignore[arg-type]
@@ -63,11 +64,11 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     lead = {"group", "leader"}
     group = fx.WriteGroup(GROUP, None, None, spec_revision=at["spec"], **led)
     resume = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
-    result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="")
+    result = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
     return {
         "group": (group, lead | {"spec"}),
         "resume": (fx.WriteRestorePoint(resume, **led), lead),
-        "handoff": (fx.WriteHandoff(HandoffRequest(group=1, after=0, reason=""), **led), lead),
+        "handoff": (fx.WriteHandoff(HandoffRequest(group=1, after=0, reason=LOST), **led), lead),
         "result": (fx.WriteResult(result, **led), lead | {"result"}),
         "checkpoint": (
             fx.WriteCheckpoint(CHECKPOINT, checkpoint_revision=at["checkpoint"], **told),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec import inspect
 from msgspec.structs import replace
+from reasons import FINISHED, LOST, NEW_NP
 from statuses import statuses
 
 from agent.core.incident import GroupChange, Incident, Phases
@@ -72,15 +73,15 @@ RECORDS: list[Record] = [
         number=3,
         members=(Member(node_id="a", incarnation="i", address="x", nproc=1, port=2, link=3),),
         cause="join",
-        reason="because",
+        reason=LOST,
         restarts=1,
         step=7,
         reached=2,
     ),
-    Result(run="r", group=3, succeeded=False, exit_code=7, reason="why"),
+    Result(run="r", group=3, succeeded=False, exit_code=7, reason=FINISHED),
     RestorePoint(group=3, copy=COPY, lineage=(COPY,), checkpoint=CHECKPOINT),
     CHECKPOINT,
-    HandoffRequest(group=3, after=4, reason="np is now 2", in_memory=True),
+    HandoffRequest(group=3, after=4, reason=NEW_NP, in_memory=True),
     *statuses(Quiesced(group=3, node_id="a", incarnation="i", number=5, step=8, is_late=True)),
 ]
 
@@ -125,6 +126,30 @@ def test_a_number_that_cannot_be_is_refused_by_its_key(number: str) -> None:
 @pytest.mark.parametrize("run", ["", "../../x", "a/b", ".hidden", "a\\n"])
 def test_a_run_that_cannot_be_part_of_a_path_is_refused(run: str) -> None:
     raw = encode(RECORDS[3]).replace(b'"run":"r"', f'"run":"{run}"'.encode())
+    with pytest.raises(RecordError, match="/elastic-agent/job/group"):
+        decode(item(KEYS.group, raw), Group)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        b'"lost x"',
+        b"null",
+        b"{}",
+        b'{"kind":"another","node_ids":["x"]}',
+        b'{"kind":"finished","ranks":1,"group":1}',
+        b'{"kind":"nodes lost"}',
+        b'{"kind":"nodes lost","node_ids":["../x"]}',
+        b'{"kind":"nodes lost","node_ids":["x"],"more":1}',
+        b'{"kind":"nodes there","nodes":-1,"np":"2"}',
+        b'{"kind":"nodes there","nodes":1,"np":"two"}',
+        b'{"kind":"workers failed","first":{"node_id":"a","rank":0,"hang":"it hangs"}}',
+    ],
+)
+def test_a_reason_that_is_none_is_refused_by_its_key(reason: bytes) -> None:
+    """Also one that only another kind of record may have."""
+    raw = encode(RECORDS[3]).replace(b'{"kind":"nodes lost","node_ids":["x"]}', reason)
+    assert raw != encode(RECORDS[3])
     with pytest.raises(RecordError, match="/elastic-agent/job/group"):
         decode(item(KEYS.group, raw), Group)
 
@@ -289,7 +314,7 @@ def test_jobs_whose_names_begin_alike_are_distinguished() -> None:
 
 def test_the_handoff_request_of_an_older_group_is_not_shown() -> None:
     for number, is_shown in ((2, False), (3, True)):
-        request = HandoffRequest(group=number, after=1, reason="")
+        request = HandoffRequest(group=number, after=1, reason=LOST)
         items = (item(KEYS.group, encode(RECORDS[3])), item(KEYS.handoff, encode(request)))
         view = view_of(Snapshot(9, items), KEYS, is_whole=True)
         assert (view.handoff is not None) is is_shown

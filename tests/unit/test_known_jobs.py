@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 from nodes import NODE
+from reasons import FINISHED, LOST
 
 from agent.core.incident import Incident, Phases
 from agent.core.model import Group, Result, Spec
@@ -35,7 +36,7 @@ NOTHING: dict[str, Any] = {
 KEYS = JobKeys("job")
 SECRET = "5ec3e7" * 8
 SPEC = Spec(run="r", np_min=1, np_max=1, secret=SECRET, changed_by="test", changed_at=0.0)
-DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason="all is done")
+DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
 
 
 @pytest.fixture(autouse=True)
@@ -240,10 +241,8 @@ def test_jobs_that_are_known_here_are_suggested(note: Callable[..., JobNote], mo
 def records(*more: Put) -> MemoryStore:
     made = MemoryStore()
     lease = made.grant(60.0).lease_id
-    group = Group(
-        run="r", number=3, members=(NODE.member,), cause="start", reason="all there", restarts=0, step=0, reached=1
-    )
-    incident = Incident(run="r", group=3, cause="start", reason="all there", members=(), phases=Phases())
+    group = Group(run="r", number=3, members=(NODE.member,), cause="start", reason=LOST, restarts=0, step=0, reached=1)
+    incident = Incident(run="r", group=3, cause="start", reason=LOST, members=(), phases=Phases())
     puts = [Put(KEYS.spec, encode(SPEC)), Put(KEYS.group, encode(group)), Put(KEYS.incident(3), encode(incident))]
     made.transact([], [*puts, Put(KEYS.node("a"), encode(NODE), lease), *more])
     return made
@@ -263,7 +262,12 @@ def test_kept_records_show_the_result_and_the_incidents_and_no_secret() -> None:
     store = left(content)
     view = read_view(store, KEYS)
     status = job_status("job", view)
-    assert (status.state, status.reason, status.group, status.nodes) == ("succeeded", "all is done", 3, [])
+    assert (status.state, status.reason, status.group, status.nodes) == (
+        "succeeded",
+        "all 2 ranks finished in group 1",
+        3,
+        [],
+    )
     assert [incident.group for incident in read_incidents(store, KEYS)] == [3]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from reasons import LOST
 
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.local_workers import LocalWorkers, Patience, follow_group
 from agent.core.member_status import MemberStatus, WrittenStatus
-from agent.core.messages import how_it_ended
 from agent.core.model import (
     ClusterView,
     Failure,
@@ -24,6 +24,7 @@ from agent.core.model import (
     Stored,
 )
 from agent.core.transitions import WorkerObservations, due_status
+from agent.observe.messages import how_it_ended
 
 ME = Identity("a", "i")
 GROUP = Group(
@@ -31,7 +32,7 @@ GROUP = Group(
     number=1,
     members=(Member(node_id="a", incarnation="i", address="x", nproc=2, port=1, link=2),),
     cause="start",
-    reason="",
+    reason=LOST,
     restarts=0,
     step=0,
     reached=1,

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reasons import LOST
 
 from agent.core.model import ClusterView, Group, Member, Result, Spec, Stored
+from agent.core.reasons import Requested
 from agent.operate import logs
 from agent.operate.log_sources import LogLibrary
 from agent.operate.logs import LogTail
@@ -26,9 +28,9 @@ def _view(group: int, nodes: str, *, run: str = RUN, result: str = "") -> Cluste
     spec = Spec(run=run, np_min=1, np_max=9, secret="s", changed_by="", changed_at=0.0)
     members = tuple(map(_member, nodes))
     record = Group(
-        run=run, number=group, members=members, cause="start", reason="", restarts=0, step=0, reached=len(members)
+        run=run, number=group, members=members, cause="start", reason=LOST, restarts=0, step=0, reached=len(members)
     )
-    ended = Result(run=run, group=group, succeeded=True, exit_code=0, reason=result)
+    ended = Result(run=run, group=group, succeeded=True, exit_code=0, reason=Requested(what="stop", by=result))
     return ClusterView(
         revision=1,
         is_whole=True,
@@ -104,7 +106,7 @@ def test_existing_logs_begin_with_their_last_lines_and_later_groups_are_complete
             say(1, 0, "a", "newer\n"),
             say(2, 0, "a", "first\nsecond\n"),
             _view(2, "a"),
-            _view(2, "a", result="done"),
+            _view(2, "a", result="ann"),
         ),
         lines=1,
     )
@@ -115,21 +117,21 @@ def test_existing_logs_begin_with_their_last_lines_and_later_groups_are_complete
         "[rank 0 a group 2] first",
         "[rank 0 a group 2] second",
     ]
-    assert err == "elastic-agent: the job has ended: done\n"
+    assert err == "elastic-agent: the job has ended: stopped by ann\n"
 
 
 def test_late_output_of_a_previous_group_is_shown(follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]) -> None:
     say(1, 0, "a", "before\n")()
     say(2, 0, "a", "after\n")()
     late = say(1, 0, "a", "as it was stopped")
-    follow(ScriptedFollower(_view(1, "a"), _view(2, "a"), late, _view(2, "a", result="done")))
+    follow(ScriptedFollower(_view(1, "a"), _view(2, "a"), late, _view(2, "a", result="ann")))
     assert "[rank 0 a group 1] as it was stopped\n" in capfd.readouterr().out
 
 
 def test_a_rank_is_followed_from_node_to_node(follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]) -> None:
     for group, rank, node_id in ((1, 0, "a"), (1, 1, "b"), (2, 0, "b"), (2, 1, "a")):
         say(group, rank, node_id, f"{node_id}\n")()
-    follow(ScriptedFollower(_view(1, "ab"), _view(2, "ba"), _view(2, "ba", result="done")), rank=1)
+    follow(ScriptedFollower(_view(1, "ab"), _view(2, "ba"), _view(2, "ba", result="ann")), rank=1)
     assert capfd.readouterr().out.splitlines() == ["[rank 1 b group 1] b", "[rank 1 a group 2] a"]
 
 
@@ -138,7 +140,7 @@ def test_a_group_that_came_and_went_between_two_views_is_shown(
 ) -> None:
     for group in (1, 2, 3):
         say(group, 0, "a", f"in group {group}\n")()
-    follow(ScriptedFollower(_view(1, "ab"), _view(3, "a"), _view(3, "a", result="done")))
+    follow(ScriptedFollower(_view(1, "ab"), _view(3, "a"), _view(3, "a", result="ann")))
     out, _ = capfd.readouterr()
     assert sorted(out.splitlines()) == [f"[rank 0 a group {group}] in group {group}" for group in (1, 2, 3)]
 
@@ -147,7 +149,7 @@ def test_a_missing_log_of_a_node_that_is_gone_is_reported_once(
     follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(1, 0, "a", "here\n")()
-    follow(ScriptedFollower(_view(1, "ab"), *NOTHING, _view(1, "ab", result="done")))
+    follow(ScriptedFollower(_view(1, "ab"), *NOTHING, _view(1, "ab", result="ann")))
     told = [line for line in capfd.readouterr().err.splitlines() if "rank 1" in line]
     assert told == ["elastic-agent: no log of rank 1 in group 1: b is gone; the log was there, under its --log_dir"]
 

@@ -7,14 +7,17 @@ from dataclasses import replace
 import msgspec
 import pytest
 from nodes import ME, POLICY, node
+from reasons import FINISHED, LOST
 
 from agent.core.local_workers import LocalWorkers
 from agent.core.model import CachedRecords, ClusterView, Group, Leader, Member, Node, NodeInfo, Result, Spec, Stored
 from agent.core.proposals import Plan
+from agent.core.reasons import AskedToEnd, NodesMissing
 from agent.core.state import AgentState, Leaving
 from agent.observe.notices import EtcdOutageNotice, NodeDifferences, WaitNotices
 
 REASON = "waiting for 1 of 3 nodes; here: a, b"
+WAITS = NodesMissing(missing=1, needed=3, here=("a", "b"))
 FACTS = (("python", "3.11.2"), ("script", "abc"), ("torch", "2.13.0"))
 
 
@@ -22,14 +25,14 @@ def waiting_state(*, is_leader: bool = True, is_whole: bool = True) -> AgentStat
     """The state of an agent that waits for a third node."""
     leader = Stored(Leader(node_id="a" if is_leader else "b", incarnation="i1"), 1, 1)
     view = ClusterView(revision=1, is_whole=is_whole, leader=leader, nodes=(node("a"), node("b")))
-    return AgentState(ME, POLICY, view=view, planned=Plan(None, REASON) if is_leader else None)
+    return AgentState(ME, POLICY, view=view, planned=Plan(None, WAITS) if is_leader else None)
 
 
 def group_of(*names: str) -> CachedRecords:
     members = tuple(
         Member(node_id=name, incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=1) for name in names
     )
-    group = Group(run="r", number=1, members=members, cause="start", reason="", restarts=0, step=0, reached=1)
+    group = Group(run="r", number=1, members=members, cause="start", reason=LOST, restarts=0, step=0, reached=1)
     return CachedRecords(
         spec=Spec(run="r", np_min=3, np_max=3, secret="s", changed_by="a", changed_at=0.0), group=group
     )
@@ -67,7 +70,7 @@ def test_an_agent_that_does_not_lead_reports_the_leader_that_it_waits_for() -> N
     "state",
     [
         replace(waiting_state(), cached=group_of("a", "b")),
-        replace(waiting_state(), leaving=Leaving(0, "")),
+        replace(waiting_state(), leaving=Leaving(0, AskedToEnd())),
         replace(waiting_state(), drain_until=1.0),
         replace(waiting_state(), is_store_lost=True),
         replace(waiting_state(), view=None),
@@ -94,7 +97,7 @@ def test_an_outage_of_etcd_is_reported_once_unless_the_job_is_over_for_this_agen
     printed: list[str] = []
     notice = EtcdOutageNotice(lambda: "it did not answer", lambda what, why: printed.append(f"{what} ({why})"))
     trains = replace(waiting_state(), is_store_lost=True, workers=LocalWorkers(is_alive=True))
-    ended = Result(run="r", group=1, succeeded=True, exit_code=0, reason="")
+    ended = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
     over = ClusterView(revision=2, is_whole=True, result=Stored(ended, 1, 1))
     for state in (
         *(trains, trains),

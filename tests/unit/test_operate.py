@@ -8,6 +8,7 @@ import sys
 import msgspec
 import pytest
 from nodes import NODE
+from reasons import FINISHED
 
 from agent.core.model import Identity, Result, Spec
 from agent.errors import ConfigError
@@ -19,7 +20,7 @@ from agent.store.memory import MemoryStore
 from agent.store.spec import SpecView, change_spec
 
 KEYS = JobKeys("job")
-DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
+DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
 SPEC = Spec(run="r", np_min=2, np_max=3, secret="s", changed_by="test", changed_at=0.0)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from nodes import NODE, POLICY
+from reasons import LOST, left, lost
 from statuses import statuses
 
 from agent.core.budget import back_off_s, tally
@@ -33,6 +34,16 @@ from agent.core.model import (
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
 from agent.core.proposals import STEADY_S, Plan, growth_wait_s
+from agent.core.reasons import (
+    FailedWorker,
+    NodesJoined,
+    NodesMissing,
+    NotRetried,
+    Requested,
+    Training,
+    Waiting,
+    WorkersFailed,
+)
 
 
 def spec(np_min: int, np_max: int | None = None) -> Stored[Spec]:
@@ -55,7 +66,7 @@ def group(*names: str, number: int = 1, reached: int | None = None, restarts: in
         number=number,
         members=tuple(member(name) for name in names),
         cause="start" if names else "wait",
-        reason="lost x" if not names else "test",
+        reason=LOST,
         restarts=restarts,
         step=step,
         counted_from=step,
@@ -132,7 +143,7 @@ def test_nodes_that_come_together_are_ranked_as_the_operator_lists_them() -> Non
 def test_a_first_group_waits_for_its_fixed_size_and_states_how_many_are_missing() -> None:
     planned = decide(view(spec(2), node("a", 5)), after_s=1000)
     assert planned.action is None
-    assert planned.reason == "waiting for 1 of 2 nodes; here: a"
+    assert planned.reason == NodesMissing(missing=1, needed=2, here=("a",))
 
 
 def test_between_min_and_max_the_group_settles_first() -> None:
@@ -163,12 +174,12 @@ def test_a_lost_member_of_a_fixed_job_makes_a_wait_record() -> None:
     assert isinstance(planned.action, Group)
     assert planned.action.members == ()
     assert (planned.action.number, planned.action.cause, planned.action.reached) == (2, "wait", 2)
-    assert planned.reason == "lost a"
+    assert planned.reason == lost("a")
 
 
 def test_a_waiting_job_names_the_missing_and_the_lost_nodes() -> None:
     planned = decide(view(spec(2), node("b", 2), now=group(number=2, reached=2)))
-    assert planned.reason == "waiting for 1 of 2 nodes; here: b; lost x"
+    assert planned.reason == NodesMissing(missing=1, needed=2, here=("b",), last=LOST)
 
 
 def test_a_spare_takes_the_place_of_a_lost_member_at_once() -> None:
@@ -198,7 +209,7 @@ def test_a_newcomer_whose_name_sorts_first_comes_last() -> None:
 def test_np_raised_is_a_goal_not_a_stop() -> None:
     planned = decide(view(spec(4), node("a", 1), node("b", 2), node("c", 3), now=group("a", "b")), after_s=1000)
     assert planned.action is None
-    assert planned.reason == "training on 2 nodes; 1 more needed for np 4"
+    assert planned.reason == Training(nodes=2, np="4", missing=1)
 
 
 def test_a_group_that_has_grown_has_reached_more() -> None:
@@ -313,7 +324,8 @@ def test_replayed_steps_are_no_progress_and_a_spent_budget_ends_the_job() -> Non
     planned = decide(view(spec(1), node("a", 1), now=group("a", restarts=3, step=7), reports=after))
     assert isinstance(planned.action, Result)
     assert planned.action.exit_code == 76
-    assert "rank 0 on a exited with code 5" in planned.reason
+    first = FailedWorker(node_id="a", rank=0, exit_code=5)
+    assert planned.reason == NotRetried(first=first, why="budget", restarts=3)
 
 
 def test_without_a_budget_the_job_ends_with_the_workers_own_code() -> None:
@@ -335,7 +347,8 @@ def test_a_broken_connection_waits_for_its_cause_until_a_lease_has_surely_ended(
     waiting = decide(seen, after_s=4.5)
     assert waiting.action is None
     assert waiting.wake_at == pytest.approx(104.6)
-    assert "checking the lease of a" in waiting.reason
+    assert isinstance(waiting.reason, Waiting)
+    assert (waiting.reason.what, waiting.reason.node_ids) == ("lease", ("a",))
     assert isinstance(decide(seen, after_s=4.7).action, Refresh)
     assert isinstance(decide(seen, after_s=4.7, read_after_s=4.5).action, Refresh)
     assert names(decide(seen, after_s=4.8, read_after_s=4.7)) == ["a", "b"]
@@ -354,21 +367,29 @@ GLOO = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:537] Connection closed by
 @pytest.mark.parametrize(
     ("error", "members", "cause"),
     [
-        (GLOO, ("a", "b"), "rank 1 on b exited with code 0: it ended after step 9"),
-        (GLOO, ("a", "b", "c"), ""),  # c may have the cause
-        ("RuntimeError: no upload: Connection reset by peer", ("a", "b"), "rank 0 on a exited with code 1"),
-        ("ConnectionRefusedError: Connection refused", ("a", "b"), "rank 0 on a exited with code 1"),
+        (GLOO, ("a", "b"), ("b", 1, 0, 9)),
+        (GLOO, ("a", "b", "c"), None),  # c may have the cause
+        ("RuntimeError: no upload: Connection reset by peer", ("a", "b"), ("a", 0, 1, 0)),
+        ("ConnectionRefusedError: Connection refused", ("a", "b"), ("a", 0, 1, 0)),
     ],
 )
 def test_a_node_whose_ranks_ended_well_is_the_cause_of_connections_that_broke(
-    error: str, members: tuple[str, ...], cause: str
+    error: str, members: tuple[str, ...], cause: tuple[str, int, int, int] | None
 ) -> None:
     lost = failed("a", peer_lost=True)
     assert lost.failure is not None
     lost = msgspec.structs.replace(lost, failure=msgspec.structs.replace(lost.failure, error=error))
     nodes = [node(name, age) for age, name in enumerate(members, 1)]
     planned = decide(view(spec(len(members)), *nodes, now=group(*members), reports=(lost, finished("b"))))
-    assert planned.reason.startswith(cause) if cause else "checking the lease of c" in planned.reason
+    reason = planned.reason
+    if cause is None:
+        assert isinstance(reason, Waiting)
+        assert (reason.what, reason.node_ids) == ("lease", ("c",))
+        return
+    failed_ = reason.because if isinstance(reason, Waiting) else reason
+    assert isinstance(failed_, WorkersFailed)
+    first = failed_.first
+    assert (first.node_id, first.rank, first.exit_code, first.last_step) == cause
 
 
 def test_the_job_succeeds_when_every_member_has_finished() -> None:
@@ -430,7 +451,7 @@ def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
             Member(node_id="b", incarnation="i", address="y", nproc=2, port=1, link=2),
         ),
         cause="start",
-        reason="",
+        reason=LOST,
         restarts=0,
         step=0,
         reached=2,
@@ -461,7 +482,9 @@ def handed(
     )
     return replace(
         shown,
-        handoff=Stored(HandoffRequest(group=1, after=handoff - 1, reason=""), 12, 12) if handoff is not None else None,
+        handoff=Stored(HandoffRequest(group=1, after=handoff - 1, reason=LOST), 12, 12)
+        if handoff is not None
+        else None,
         checkpoint=Stored(checkpoint, 13, 13) if saved else None,
     )
 
@@ -477,7 +500,7 @@ def hand_over(*views: ClusterView, after_s: float = 0.0, is_back: bool = False) 
 
 def test_a_planned_change_begins_with_a_handoff_request() -> None:
     planned = hand_over(handed(saved=4))
-    assert planned.action == HandoffRequest(group=1, after=4, reason="b was asked to leave")
+    assert planned.action == HandoffRequest(group=1, after=4, reason=left("b"))
     assert planned.action.number == 5
 
 
@@ -495,14 +518,14 @@ def test_a_drain_waits_for_its_handoff_until_its_deadline() -> None:
     waiting = hand_over(*requested, after_s=7.9)
     assert waiting.action is None
     assert waiting.wake_at == pytest.approx(109.0)
-    assert waiting.reason == "b was asked to leave; its ranks are to stop after a common step and save it"
+    assert waiting.reason == Waiting(what="handoff", because=left("b"))
     assert names(hand_over(*requested, after_s=8.0)) == ["a"]
 
 
 def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
     a = msgspec.structs.replace(node("a", 1).value, resumed=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
-    requested = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12))
+    requested = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=LOST), 12, 12))
     assert hand_over(seen, requested, after_s=599.0).action is None
     assert names(hand_over(seen, requested, after_s=600.0)) == ["a", "b"]
 
@@ -510,18 +533,18 @@ def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
 def test_a_handoff_is_requested_again_if_only_other_checkpoints_are_committed() -> None:
     a = msgspec.structs.replace(node("a", 1).value, resumed=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
-    requested = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12))
+    requested = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=LOST), 12, 12))
     saved = replace(requested, checkpoint=handed(saved=1).checkpoint)
     assert hand_over(seen, requested, saved, after_s=118.0).action is None
     assert hand_over(seen, requested, saved, after_s=119.0).action == HandoffRequest(
-        group=1, after=1, reason="b joined (np 2)"
+        group=1, after=1, reason=NodesJoined(node_ids=("b",), np="2")
     )
 
 
 def test_the_next_group_is_written_while_the_ranks_stand_still() -> None:
     quiesced = (handed(), handed(handoff=1), handed(handoff=1, saved=2, saved_for=1))
     assert names(hand_over(*quiesced, after_s=0.9)) == ["a"]
-    assert hand_over(*quiesced, after_s=1.0).action == HandoffRequest(group=1, after=2, reason="b was asked to leave")
+    assert hand_over(*quiesced, after_s=1.0).action == HandoffRequest(group=1, after=2, reason=left("b"))
 
 
 def test_a_checkpoint_that_is_not_for_the_handoff_does_not_fulfil_it() -> None:
@@ -530,7 +553,7 @@ def test_a_checkpoint_that_is_not_for_the_handoff_does_not_fulfil_it() -> None:
 
 def test_a_handoff_that_was_committed_late_or_unseen_is_requested_again() -> None:
     """The ranks may have trained on since."""
-    again = HandoffRequest(group=1, after=1, reason="b was asked to leave")
+    again = HandoffRequest(group=1, after=1, reason=left("b"))
     late = handed(handoff=1, saved=1, saved_for=1, is_late=True)
     on_time = handed(handoff=1, saved=1, saved_for=1)
     another = handed(handoff=1, saved=1)
@@ -544,13 +567,13 @@ def test_after_three_failed_handoff_requests_the_change_is_made_without_one() ->
     views = [handed()]
     for number in (1, 3, 5):
         views += [handed(handoff=number, saved=number - 1), handed(handoff=number, saved=number + 1, saved_for=number)]
-    assert hand_over(*views[:-2], after_s=5.0).action == HandoffRequest(group=1, after=4, reason="b was asked to leave")
+    assert hand_over(*views[:-2], after_s=5.0).action == HandoffRequest(group=1, after=4, reason=left("b"))
     assert names(hand_over(*views, after_s=5.0)) == ["a"]
 
 
 def test_a_handoff_request_that_was_lost_or_overwritten_by_an_older_one_is_written_again() -> None:
     requested = (handed(), handed(handoff=1), handed(handoff=3, saved=2))
-    again = HandoffRequest(group=1, after=2, reason="b was asked to leave")
+    again = HandoffRequest(group=1, after=2, reason=left("b"))
     for last in (handed(saved=2), handed(handoff=1, saved=2)):
         assert hand_over(*requested, last).action == again
 
@@ -564,13 +587,15 @@ def growing(*, handoff: int | None = None, quiesced: str = "", is_late: bool = F
         for who in quiesced
     )
     requested = (
-        Stored(HandoffRequest(group=1, after=handoff - 1, reason="", in_memory=True), 12, 12) if handoff else None
+        Stored(HandoffRequest(group=1, after=handoff - 1, reason=LOST, in_memory=True), 12, 12) if handoff else None
     )
     return replace(seen, handoff=requested, statuses=statuses(*told))
 
 
 def test_snapshots_are_enough_if_the_remaining_members_hold_all_parts() -> None:
-    assert hand_over(growing()).action == HandoffRequest(group=1, after=0, reason="b joined (np 2)", in_memory=True)
+    assert hand_over(growing()).action == HandoffRequest(
+        group=1, after=0, reason=NodesJoined(node_ids=("b",), np="2"), in_memory=True
+    )
 
 
 @pytest.mark.parametrize(("size", "is_enough"), [(3, True), (2, True), (1, False)])
@@ -579,7 +604,9 @@ def test_each_node_that_leaves_must_have_a_neighbour_that_stays(size: int, *, is
     nodes = [node(name, age) for age, name in enumerate("abcd", 1)]
     nodes[0] = replace(nodes[0], value=msgspec.structs.replace(nodes[0].value, resumed=1))
     planned = hand_over(view(spec(size), *nodes, now=group("a", "b", "c", "d")))
-    assert planned.action == HandoffRequest(group=1, after=0, reason=f"np is now {size}", in_memory=is_enough)
+    assert planned.action == HandoffRequest(
+        group=1, after=0, reason=Requested(what="np", np=str(size)), in_memory=is_enough
+    )
 
 
 def test_the_next_group_is_written_while_the_ranks_stand_still_with_snapshots() -> None:
@@ -588,7 +615,7 @@ def test_the_next_group_is_written_while_the_ranks_stand_still_with_snapshots() 
 
 
 def test_after_a_failed_handoff_in_memory_a_checkpoint_is_requested() -> None:
-    again = HandoffRequest(group=1, after=1, reason="b joined (np 2)")
+    again = HandoffRequest(group=1, after=1, reason=NodesJoined(node_ids=("b",), np="2"))
     in_time, late = growing(handoff=1, quiesced="a"), growing(handoff=1, quiesced="a", is_late=True)
     assert hand_over(growing(), growing(handoff=1), in_time, after_s=1.0).action == again
     assert hand_over(growing(), growing(handoff=1), late).action == again
@@ -601,13 +628,13 @@ def test_snapshots_are_not_enough_if_a_member_is_asked_to_leave_meanwhile() -> N
     leaving = msgspec.structs.replace(quiesced.nodes[0].value, is_draining=True)
     drained = replace(quiesced, nodes=(replace(quiesced.nodes[0], value=leaving), *quiesced.nodes[1:]))
     planned = hand_over(growing(), growing(handoff=1), drained)
-    assert planned.action == HandoffRequest(group=1, after=1, reason="a was asked to leave")
+    assert planned.action == HandoffRequest(group=1, after=1, reason=left("a"))
 
 
 def test_a_handoff_request_has_a_higher_number_than_the_handoff_of_the_last_checkpoint() -> None:
     """Else it would seem to be met already."""
     saved = handed(saved=3, saved_for=6)
-    assert hand_over(saved).action == HandoffRequest(group=1, after=6, reason="b was asked to leave")
+    assert hand_over(saved).action == HandoffRequest(group=1, after=6, reason=left("b"))
 
 
 def test_a_lost_member_is_replaced_at_once_despite_a_handoff_request() -> None:
@@ -688,13 +715,11 @@ def test_the_job_continues_without_a_node_that_is_left_out_and_reports_it() -> N
     assert names(planned) == ["a"]
     assert isinstance(planned.action, Group)
     assert planned.action.left_out == (Identity("b", "i1"),), "x is gone for good"
-    assert "b is left out until its agent is started again: its ranks alone failed twice" in planned.reason
+    assert isinstance(planned.reason, WorkersFailed)
+    assert planned.reason.left_out == ("b",)
     ran = replace(group("a", number=2), value=planned.action)
     after = decide(view(spec(1, 2), node("a", 1), node("b", 2), now=ran), after_s=100.0)
-    assert (after.action, after.reason) == (
-        None,
-        "training on 1 node (np 1:2); left out: b (its ranks alone failed twice before their first step)",
-    )
+    assert (after.action, after.reason) == (None, Training(nodes=1, np="1:2", left_out=("b",)))
     again = decide(view(spec(1, 2), node("a", 1), node("b", 2, "i2"), now=ran), after_s=100.0)
     assert names(again) == ["a", "b"], "another start of its agent"
 
@@ -720,7 +745,8 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_an
         waits.append(0.0 if planned.wake_at is None else planned.wake_at - 100.0)
         tried = decide(seen, after_s=waits[-1])
         assert names(tried) == ["b", "a"]
-        assert tried.reason == "waiting for the checkpoint: a cannot read /x: No such file"
+        first = FailedWorker(node_id="a", rank=0, exit_code=1, unreadable="/x: No such file")
+        assert tried.reason == WorkersFailed(first=first)
         assert isinstance(tried.action, Group)
         assert (tried.action.restarts, tried.action.unread) == (3, tries + 1)
     assert waits == [0.0, 0.5, 1.0, 30.0, 30.0]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reasons import LOST
 
 from agent.core.model import ClusterView, Group, Identity, Member, Stored, Suspicion
 from agent.core.reachability import (
@@ -39,7 +40,7 @@ def view_of(names: str, *said: str, has_had_link: str = NAMES) -> ClusterView:
         number=1,
         members=members(names),
         cause="start",
-        reason="",
+        reason=LOST,
         restarts=0,
         step=0,
         reached=len(names),

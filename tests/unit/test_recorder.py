@@ -13,7 +13,16 @@ from statuses import statuses
 
 from agent.core import effects as fx
 from agent.core.events import Outcome
-from agent.core.incident import GroupChange, Incident, Phases, RankStall, StallReport, Totals, TransitionReport
+from agent.core.incident import (
+    GroupChange,
+    Incident,
+    IncidentWrite,
+    Phases,
+    RankStall,
+    StallReport,
+    Totals,
+    TransitionReport,
+)
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Backlog,
@@ -34,7 +43,6 @@ from agent.core.observations import Observations
 from agent.core.state import AgentState, Leaving
 from agent.observe.incident_log import open_from_records
 from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
-from agent.store.job_writer import IncidentWrite
 
 BY = {"node_id": "a", "incarnation": "i1"}
 MEMBER = Member(**BY, address="h", nproc=1, port=1, link=2)

@@ -8,10 +8,12 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from reasons import FINISHED, lost
 from records import BEGAN_AT, Run, ended
 
 from agent.core.incident import Phases
 from agent.core.model import Group, Result
+from agent.core.reasons import HealthCheckFailed, NodesLost, Requested
 from agent.errors import ConfigError
 from agent.observe.report.palette import DARK, LIGHT
 from agent.observe.report.run_history import RunHistory
@@ -66,8 +68,14 @@ def run() -> Run:
     died = ended("node-a", 0, after_s=0.12, error_s=0.001, is_peer_lost=True, tail="Connection closed by peer")
     either = ended("node-a", 0, after_s=0.001, error_s=0.003, signal=9, exit_code=None, why="memory ran out")
     made.add("failed", 60.0, ("node-a", "node-b"), ended=(first, died), step=40, replayed_steps=3, step_s=0.5)
-    made.add("failed", 90.0, ("node-a", "node-b"), ended=(first, either), reason=EVIL)
-    made.add("lost", 120.0, ("node-a",), reason="lost node-b")
+    made.add(
+        "failed",
+        90.0,
+        ("node-a", "node-b"),
+        ended=(first, either),
+        reason=NodesLost(node_ids=("x",), unfit=(("x", HealthCheckFailed(trouble=EVIL)),)),
+    )
+    made.add("lost", 120.0, ("node-a",), reason=lost("node-b"))
     return made
 
 
@@ -191,14 +199,16 @@ def test_an_undisturbed_job_has_a_timeline_and_no_downtime() -> None:
 
 def test_the_result_of_a_job_is_shown_with_its_summary() -> None:
     result = Result(
-        run="r1", group=4, succeeded=False, exit_code=3, reason="rank 0 failed", summary="it cost a lot", at=BEGAN_AT
+        run="r1", group=4, succeeded=False, exit_code=3, reason=FINISHED, summary="it cost a lot", at=BEGAN_AT
     )
     text = Page(make(run().history(200.0, result=result))).text("header")
-    assert text.endswith("The job has failed: rank 0 failed. it cost a lot.")
+    assert text.endswith("The job has failed: all 2 ranks finished in group 1. it cost a lot.")
 
 
 def test_a_job_that_was_stopped_has_not_failed() -> None:
-    result = Result(run="r1", group=4, succeeded=False, exit_code=0, reason="stopped by ops", at=BEGAN_AT + 200.0)
+    result = Result(
+        run="r1", group=4, succeeded=False, exit_code=0, reason=Requested(what="stop", by="ops"), at=BEGAN_AT + 200.0
+    )
     assert Page(make(run().history(300.0, result=result))).text("span").startswith("stopped")
 
 
@@ -212,7 +222,7 @@ def test_a_note_shows_that_older_incidents_are_not_kept() -> None:
 
 
 def test_the_reason_of_the_group_is_shown_while_it_trains() -> None:
-    group = Group(run="r1", number=4, members=(), cause="lost", reason="lost node-b", restarts=0, step=0, reached=2)
+    group = Group(run="r1", number=4, members=(), cause="lost", reason=lost("node-b"), restarts=0, step=0, reached=2)
     assert "Group 4, cause lost: lost node-b." in make(run().history(200.0, group=group))
 
 
@@ -234,7 +244,7 @@ def test_many_nodes_and_incidents_have_a_row_each(nodes: int, incidents: int) ->
 
 def test_one_long_incident_does_not_flatten_the_others() -> None:
     made = run()
-    made.add("wait", 150.0, (), reason="lost node-a", phases=Phases(detect_s=1.0, agree_s=0.0))
+    made.add("wait", 150.0, (), reason=lost("node-a"), phases=Phases(detect_s=1.0, agree_s=0.0))
     text = figures.svg(figures.draw(made.history(9000.0)).downtime, "l")
     assert "» 2 h 28 min" in text
 

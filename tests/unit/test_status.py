@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from nodes import NODE
+from reasons import FINISHED, LOST
 from rich.console import Console
 from statuses import statuses
 
@@ -27,12 +28,13 @@ from agent.core.model import (
     Stored,
     Suspicion,
 )
+from agent.core.reasons import HealthCheckFailed, NodesLost, Requested
 from agent.observe.status import job_status, render
 
 MEMBER = Member(node_id="a", incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=2)
 SPEC = Spec(run="r", np_min=1, np_max=3, secret="s", changed_by="test", changed_at=0.0)
-GROUP = Group(run="r", number=4, members=(MEMBER,), cause="start", reason="test", restarts=0, step=0, reached=1)
-REQUEST = HandoffRequest(group=4, after=6, reason="np is now 3")
+GROUP = Group(run="r", number=4, members=(MEMBER,), cause="start", reason=LOST, restarts=0, step=0, reached=1)
+REQUEST = HandoffRequest(group=4, after=6, reason=Requested(what="np", np="3"))
 COMMITTED = Checkpoint(
     number=6,
     run="r",
@@ -95,9 +97,7 @@ def test_an_open_handoff_request_is_shown_with_its_reason() -> None:
             "the job has ended",
             replace(
                 TRAINING,
-                result=Stored(
-                    Result(run="r", group=4, succeeded=True, exit_code=0, reason="all ranks finished"), 16, 16
-                ),
+                result=Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason=FINISHED), 16, 16),
             ),
         ),
     ],
@@ -133,7 +133,7 @@ INCIDENT = Incident(
     run="r",
     group=4,
     cause="lost",
-    reason="lost b [/x]",
+    reason=NodesLost(node_ids=("b",), unfit=(("b", HealthCheckFailed(trouble="[/x]")),)),
     members=(IncidentMember(node_id="a", nproc=1),),
     phases=Phases(detect_s=1.0, first_step_s=0.5),
     step_s=0.25,
@@ -147,13 +147,14 @@ def asked(**changed: object) -> ClusterView:
 
 def test_the_incident_of_the_group_is_shown_in_one_line_with_its_phases() -> None:
     view = replace(TRAINING, incident=Stored(INCIDENT, 14, 14))
-    assert "\ngroup 4 after 1.5 s: lost b [/x]; detect 1.0, first step 0.5 s; 2 replayed steps\n" in shown(view)
+    reason = "lost b; b is unfit: its health check failed: [/x]"
+    assert f"\ngroup 4 after 1.5 s: {reason}; detect 1.0, first step 0.5 s; 2 replayed steps\n" in shown(view)
     assert "\na step takes 0.2 s\n" in shown(view)
     assert "cause of this group" not in shown(view)
 
 
 def test_the_cause_is_shown_for_a_group_without_an_incident() -> None:
-    assert "\ncause of this group: start: test\n" in shown(TRAINING)
+    assert "\ncause of this group: start: lost x\n" in shown(TRAINING)
 
 
 def test_a_stalled_rank_is_named_with_its_code_location_while_the_job_trains() -> None:
@@ -166,7 +167,7 @@ def test_a_stalled_rank_is_named_with_its_code_location_while_the_job_trains() -
     (told,) = job_status("job", view).stalls
     assert (told.rank, told.node_id, told.step, told.for_s, told.where) == (0, "a", 3, 61.0, "train.py:3 in f")
     over = replace(view, statuses=statuses(msgspec.structs.replace(stall, stage="over")))
-    ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="all ranks finished"), 16, 16)
+    ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason=FINISHED), 16, 16)
     for another in (over, replace(view, result=ended)):
         assert job_status("job", another).stalls == []
         assert "made no step" not in shown(another)
@@ -181,7 +182,9 @@ def test_a_straggler_is_named() -> None:
 
 
 def test_a_job_that_was_stopped_is_neither_a_success_nor_a_failure() -> None:
-    result = Result(run="r", group=4, succeeded=False, exit_code=0, reason="stopped by ann", summary="no incidents")
+    result = Result(
+        run="r", group=4, succeeded=False, exit_code=0, reason=Requested(what="stop", by="ann"), summary="no incidents"
+    )
     assert shown(replace(TRAINING, result=Stored(result, 16, 16))).startswith(
         "job job  stopped: stopped by ann; no incidents\n"
     )
@@ -209,7 +212,7 @@ def test_a_new_agent_under_the_id_of_a_drained_one_is_not_leaving() -> None:
 def test_the_user_who_stopped_the_job_is_named_until_it_has_ended() -> None:
     view = asked(stopped_by="ann@host")
     assert "\nstopping, requested by ann@host\n" in shown(view)
-    ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="stopped"), 16, 16)
+    ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason=FINISHED), 16, 16)
     assert "stopping" not in shown(replace(view, result=ended))
 
 

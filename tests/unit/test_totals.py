@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from reasons import LOST
 
 from agent.core.incident import Incident, IncidentMember, Phases, Totals
 from agent.core.totals import duration, percent
@@ -14,7 +15,7 @@ def _incident(*, at: float, phases: Phases, before: Totals = Totals(), began_at:
         run="r",
         group=2,
         cause="failed",
-        reason="",
+        reason=LOST,
         at=at,
         began_at=began_at,
         members=(IncidentMember(node_id="a", nproc=1),),

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 from nodes import TIMING
+from reasons import lost
 from records import Run
 from structlog.testing import capture_logs
 
 from agent.core.model import Checkpoint, ClusterView, Member, Node, Result, Spec, StateId, Stored
+from agent.core.reasons import FailedWorker, NotRetried
 from agent.web.events import EventLog, changes
 from agent.web.hub import KnownJobState
 
+GAVE_UP = NotRetried(first=FailedWorker(node_id="b", rank=1, exit_code=3), why="budget", restarts=3)
 SPEC = Spec(run="r1", np_min=1, np_max=2, secret="s3cret", changed_by="me@here", changed_at=0.0)
 
 
@@ -62,13 +65,18 @@ def test_the_loss_of_a_node_and_the_end_of_a_job() -> None:
         size_bytes=12,
         took_s=0.5,
     )
-    ended = Result(run="r1", group=2, succeeded=False, exit_code=76, reason="too many failures")
-    run.add("lost", 10.0, ("a",), reason="b")
+    ended = Result(run="r1", group=2, succeeded=False, exit_code=76, reason=GAVE_UP)
+    run.add("lost", 10.0, ("a",), reason=lost("b"))
     assert list(changes(before, seen(run, "a", checkpoint=kept, result=ended))) == [
         {"event": "node left", "node_id": "b"},
-        {"event": "group", "group": 2, "cause": "lost", "reason": "b", "world_size": 1, "nodes": ["a"]},
+        {"event": "group", "group": 2, "cause": "lost", "reason": "lost b", "world_size": 1, "nodes": ["a"]},
         {"event": "checkpoint", "step": 7, "size_bytes": 12, "write_s": 0.5},
-        {"event": "ended", "state": "failed", "reason": "too many failures", "exit_code": 76},
+        {
+            "event": "ended",
+            "state": "failed",
+            "reason": "rank 1 on b exited with code 3, after 3 restarts without progress",
+            "exit_code": 76,
+        },
     ]
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 from nodes import ME, NODE, POLICY
+from reasons import FINISHED, LOST
 from statuses import Part, statuses
 
 from agent.core import effects as fx
@@ -40,8 +41,10 @@ from agent.core.model import (
 )
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
+from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft
 from agent.core.state import AgentState, Leaving
 from agent.observe.announcements import Announced, announce
+from agent.observe.messages import describe, describe_exit
 from agent.observe.stragglers import Straggler
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -59,12 +62,12 @@ PAIR = Group(
     number=1,
     members=(A.member, B.member),
     cause="start",
-    reason="test",
+    reason=LOST,
     restarts=0,
     step=0,
     reached=2,
 )
-WAIT = but(PAIR, members=(), cause="wait", reason="lost x")
+WAIT = but(PAIR, members=(), cause="wait", reason=LOST)
 EXITED = Failure(rank=0, local_rank=0, exit_code=1, signal=None, is_peer_lost=False, tail="", at=0.0)
 SAVED = Checkpoint(
     number=1,
@@ -76,7 +79,7 @@ SAVED = Checkpoint(
     kept=(),
     superseded=(),
 )
-DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
+DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
 
 
 def view(
@@ -188,7 +191,9 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("training on 2 nodes; waiting for c to be warm", view(ELASTIC, A, B, but(C, is_warming=True))),
         case(
             "c joined (np 1:3); its ranks are to stop after a common step and save it",
-            view(ELASTIC, but(A, resumed=1), B, C, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12)),
+            view(
+                ELASTIC, but(A, resumed=1), B, C, handoff=Stored(HandoffRequest(group=1, after=0, reason=LOST), 12, 12)
+            ),
         ),
         case("np is now 1", view(but(SPEC, np_min=1, np_max=1), A, B)),
         case("b was asked to leave", view(ELASTIC, A, but(B, is_draining=True))),
@@ -198,10 +203,13 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("stopped by someone", view(but(SPEC, stopped_by="someone"), A, B)),
         case("group 1: 1 of 2 nodes have finished", view(SPEC, A, B, parts=(report(None),))),
         case("all 2 ranks finished in group 1", view(SPEC, A, B, parts=(report(None), report(None, B)))),
-        case("the job has ended: done", view(SPEC, A, B, result=Stored(DONE, 12, 12))),
+        case("the job has ended: all 2 ranks finished in group 1", view(SPEC, A, B, result=Stored(DONE, 12, 12))),
         # It breaks.
         case("lost b", view(ELASTIC, A)),
-        case("lost b; b is unfit: its GPU is gone", view(ELASTIC, A, but(B, unfit="its GPU is gone"))),
+        case(
+            "lost b; b is unfit: its health check failed: no GPU",
+            view(ELASTIC, A, but(B, unfit=HealthCheckFailed(trouble="no GPU"))),
+        ),
         case("rank 0 on a exited with code 1", view(SPEC, A, B, parts=(report(),))),
         case("rank 0 on a was killed by SIGKILL", view(SPEC, A, B, parts=(report(exit_code=None, signal=9),))),
         case(
@@ -253,15 +261,15 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
 )
 def test_a_plan_has_a_reason(sentence: str, shown: ClusterView, after_s: float, policy: Policy) -> None:
     seen = observe(observe(Observations(), shown, 100.0), shown, 100.0 + after_s)
-    assert plan(shown, seen, policy, 100.0 + after_s).reason == sentence
+    assert describe(plan(shown, seen, policy, 100.0 + after_s).reason) == sentence
 
 
 def test_a_plan_without_the_job_or_after_an_outage_has_a_reason() -> None:
     lost = "etcd has lost the job, and no node has it cached"
-    assert plan(ClusterView(1, is_whole=True), Observations(), POLICY, 0.0).reason == lost
+    assert describe(plan(ClusterView(1, is_whole=True), Observations(), POLICY, 0.0).reason) == lost
     shown = view(SPEC, A)
     seen = replace(observe(Observations(), shown, 9.0), outage_ended_at=9.0)
-    assert plan(shown, seen, POLICY, 9.0).reason == "etcd was away; waiting for b to return"
+    assert describe(plan(shown, seen, POLICY, 9.0).reason) == "etcd was away; waiting for b to return"
 
 
 SETTLED = AgentState(ME, POLICY, cached=CachedRecords(spec=SPEC, group=None))
@@ -270,7 +278,7 @@ COMPLETE = Incident(
     run="r",
     group=1,
     cause="lost",
-    reason="lost x",
+    reason=LOST,
     members=(IncidentMember(node_id="a", nproc=1),),
     phases=Phases(first_step_s=1.0),
 )
@@ -283,11 +291,11 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
         (replace(TOLD, has_joined=False), replace(SETTLED, view=view(SPEC, A, group=None)), ["joined job job as a"]),
         (replace(TOLD, np=""), SETTLED, ["the job's np is 2; --np=3 given here is not used"]),
         (replace(TOLD, np="1"), SETTLED, ["np is now 2 (by someone)"]),
-        (TOLD, replace(SETTLED, cached=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; test"]),
+        (TOLD, replace(SETTLED, cached=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; lost x"]),
         (
             TOLD,
             replace(SETTLED, cached=CachedRecords(spec=SPEC, group=but(PAIR, members=(A.member,)))),
-            ["group 1: 1 rank on a; test"],
+            ["group 1: 1 rank on a; lost x"],
         ),
         (TOLD, replace(SETTLED, cached=CachedRecords(spec=SPEC, group=WAIT)), ["group 1: no node trains; lost x"]),
         (TOLD, replace(SETTLED, trouble="no way"), ["a write was not answered: no way"]),
@@ -315,7 +323,8 @@ def refused(asked: ev.PublishAsked, shown: ClusterView) -> str:
     verdict = settle(asked, shown, "r")
     assert isinstance(verdict, fx.AnswerPublish)
     assert verdict.checkpoint is None
-    return verdict.reason
+    assert verdict.reason is not None
+    return describe(verdict.reason)
 
 
 def test_a_refused_commit_has_a_reason() -> None:
@@ -335,7 +344,7 @@ def test_a_refused_commit_has_a_reason() -> None:
 def leaving(state: AgentState, event: ev.Event) -> tuple[int, str]:
     state, _ = step(state, event, 0.0)
     assert state.leaving is not None
-    return state.leaving.code, state.leaving.sentence
+    return state.leaving.code, describe(state.leaving.reason)
 
 
 NEW = AgentState(ME, POLICY)
@@ -351,11 +360,16 @@ def ended(**changed: object) -> ev.ViewChanged:
 @pytest.mark.parametrize(
     ("state", "event", "code", "sentence"),
     [
-        (NEW, ended(), 0, "job job is finished (succeeded: done); start it over with --fresh"),
-        (RAN, ended(), 0, "job job succeeded: done"),
-        (RAN, ended(summary="no incidents"), 0, "job job succeeded: done; no incidents"),
-        (RAN, ended(succeeded=False), 0, "job job stopped: done"),
-        (RAN, ended(succeeded=False, exit_code=76), 76, "job job failed: done"),
+        (
+            NEW,
+            ended(),
+            0,
+            "job job is finished (succeeded: all 2 ranks finished in group 1); start it over with --fresh",
+        ),
+        (RAN, ended(), 0, "job job succeeded: all 2 ranks finished in group 1"),
+        (RAN, ended(summary="no incidents"), 0, "job job succeeded: all 2 ranks finished in group 1; no incidents"),
+        (RAN, ended(succeeded=False), 0, "job job stopped: all 2 ranks finished in group 1"),
+        (RAN, ended(succeeded=False, exit_code=76), 76, "job job failed: all 2 ranks finished in group 1"),
         (NEW, ev.StopAsked(15), 0, "left the job, as it was asked to"),
         (NEW, ev.StopAsked(2), 130, "stopped by signal 2"),
         (
@@ -371,9 +385,10 @@ def test_an_agent_reports_why_it_ends(state: AgentState, event: ev.Event, code: 
 
 
 def test_an_unfit_node_reports_why() -> None:
-    assert replace(NEW, health="its GPU is gone").node.unfit == "its health check failed: its GPU is gone"
+    assert replace(NEW, health="its GPU is gone").node.unfit == HealthCheckFailed(trouble="its GPU is gone")
+    assert NEW.node.unfit is None
     stuck = replace(NEW, workers=LocalWorkers(group=3, is_stuck=True))
-    assert stuck.node.unfit == "processes of group 3 survive SIGKILL"
+    assert stuck.node.unfit == ProcessesLeft(group=3)
 
 
 def goes(
@@ -397,11 +412,11 @@ def goes(
     )
     known = CachedRecords(spec=SPEC, group=None, checkpoint=committed if saved else None)
     copies = (Replica(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
-    state = replace(NEW, view=view, cached=known, copies=copies, leaving=Leaving(0, "left"), has_left=True)
+    state = replace(NEW, view=view, cached=known, copies=copies, leaving=Leaving(0, AskedToEnd()), has_left=True)
     state = replace(state, workers=workers or LocalWorkers(before=reached))
     _, effects = step(state, ev.Ticked(), 0.0)
-    (told,) = [each.sentence for each in effects if isinstance(each, fx.Exit)]
-    return told.removeprefix("left")
+    (told,) = [describe_exit(each) for each in effects if isinstance(each, fx.Exit)]
+    return told.removeprefix("left the job, as it was asked to")
 
 
 def test_the_last_node_to_leave_reports_what_only_its_memory_had() -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reasons import LOST
 
 from agent.config import SnapshotConfig
 from agent.core.model import Group, Member
@@ -39,7 +40,7 @@ def member(node_id: str, nproc: int, address: str | None = None) -> Member:
 
 def group(*members: Member, number: int = 3) -> Group:
     return Group(
-        run="r", number=number, members=members, cause="start", reason="", restarts=0, step=0, reached=len(members)
+        run="r", number=number, members=members, cause="start", reason=LOST, restarts=0, step=0, reached=len(members)
     )
 
 
@@ -215,7 +216,7 @@ def test_the_group_variables_are_all_that_depends_on_the_group() -> None:
     """A standby has all other variables: it may become the rank only if they are equal."""
     base = {"RANK": "77", "MINE": "x", "CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "3"}
     elsewhere = Group(
-        run="r2", number=9, members=(member("c", 3),), cause="lost", reason="", restarts=1, step=5, reached=3
+        run="r2", number=9, members=(member("c", 3),), cause="lost", reason=LOST, restarts=1, step=5, reached=3
     )
     facts = dataclasses.replace(FACTS, run="r2", first_group=4, fresh=True, max_restarts=1, handoff_wait_s=9)
     one = build_environment(base, RankPlace(GROUP, 1, 1), FACTS, LOG)

@@ -8,9 +8,9 @@ from importlib import resources
 from itertools import accumulate
 
 from agent.core.incident import Incident, WorkerEnd
-from agent.core.messages import cause_of, consequences, how_it_ended, how_near, rivals
 from agent.core.totals import count, duration, percent, replayed
 from agent.observe.goodput import DOWNTIME_PHASES, Outage
+from agent.observe.messages import cause_of, consequences, describe, how_it_ended, how_near, rivals
 from agent.observe.report.figures import Figures, svg
 from agent.observe.report.palette import DARK, LIGHT, PHASES, is_planned
 from agent.observe.report.run_history import RunHistory, moment
@@ -96,10 +96,12 @@ def _header(history: RunHistory) -> Html:
     when = f"{moment(history.begin)} to {moment(history.end)}, {length}"
     lines = [tag("p", f"{size} · {when}", class_="faint")]
     if history.result is not None:
-        lines.append(tag("p", f"The job has {history.state}: {history.result.reason}."))
+        lines.append(tag("p", f"The job has {history.state}: {describe(history.result.reason)}."))
         lines += [tag("p", f"{history.result.summary}.")] * bool(history.result.summary)
     elif history.group is not None:
-        lines.append(tag("p", f"Group {history.group.number}, cause {history.group.cause}: {history.group.reason}."))
+        lines.append(
+            tag("p", f"Group {history.group.number}, cause {history.group.cause}: {describe(history.group.reason)}.")
+        )
     if history.is_truncated:
         kept = "Only the newest 200 incidents are kept. The figures show these; the sums are those of the whole run."
         lines.append(tag("p", kept, class_="faint"))
@@ -195,7 +197,8 @@ def _incident(outage: Outage, before: Outage | None, begin: float) -> Html:
 
 def _incident_body(outage: Outage, before: Outage | None) -> Iterator[Html]:
     incident = outage.incident
-    reason = "" if incident.reason == cause_of(incident) else f": {incident.reason}"
+    reason = describe(incident.reason)
+    reason = "" if reason == cause_of(incident) else f": {reason}"
     yield tag("p", f"{moment(incident.at)}{reason}.", class_="faint")
     if incident.ended:
         yield tag("h3", "First cause")
