@@ -17,7 +17,7 @@ from agent.core.lifecycle import step, wake_at
 from agent.core.model import ClusterView, Node, Policy, Replica, StateId
 from agent.core.state import AgentFacts, AgentState
 from agent.errors import StoreUnavailable
-from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
+from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 from agent.store.api import Lease
 from agent.store.job_writer import IncidentWrite, JobWriter
 
