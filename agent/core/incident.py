@@ -1,7 +1,8 @@
 """Records about changes of group: the incident, the transition reports of members, and reports of stalled ranks.
 
-The leader writes a `GroupChange` together with each group. Its recorder (`agent/observe/recorder.py`) makes the
-incident from it, and completes the incident once every member has made its first step. No decision reads an incident.
+The leader writes a `GroupChange` together with each group. Its recorder (`agent/observe/incident_recorder.py`) makes
+the incident from it, and completes the incident once every member has made its first step. No decision reads an
+incident.
 
 Durations are in seconds. Each duration is measured on the clock of one node. Clocks of different nodes are compared
 only where the record has the possible error, too.

@@ -15,7 +15,7 @@ from typing import get_args
 
 from agent.core.incident import Incident, Phases, Totals
 from agent.core.model import Cause
-from agent.core.totals import count, duration, percent, replayed
+from agent.observe.quantities import count, duration, percent, replayed
 
 REPLAY = "replay_s"
 """Name of the time spent on replayed steps, beside the names of the phases."""

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.core.incident import Incident, IncidentMember, Phases, WorkerEnd
-from agent.core.totals import count, duration, replayed
 from agent.observe.messages import (
     SHOWN_S,
     cause_of,
@@ -28,6 +27,7 @@ from agent.observe.messages import (
     spent,
     why_it_ended,
 )
+from agent.observe.quantities import count, duration, replayed
 
 _PHASES = tuple(name.removesuffix("_s").replace("_", " ") for name in Phases.__struct_fields__)
 _MAX_MEMBERS_NAMED = 4

@@ -45,7 +45,7 @@ from agent.core.reasons import (
     Waiting,
     WorkersFailed,
 )
-from agent.core.totals import count, duration, replayed
+from agent.observe.quantities import count, duration, replayed
 
 SHOWN_S = 0.005
 """Shorter phases are not shown."""

@@ -15,8 +15,8 @@ from agent.core.model import ClusterView, Identity, Node, Policy, Spec, Timing
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
 from agent.core.reasons import Doing
-from agent.core.totals import duration
 from agent.observe.messages import describe, one_line
+from agent.observe.quantities import duration
 from agent.observe.stragglers import stragglers
 
 # The planner wants a policy; the reason that it gives for the present state does not depend on these values.

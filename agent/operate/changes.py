@@ -6,9 +6,9 @@ import time
 
 from agent.core.model import ClusterView, Group, Result
 from agent.core.reasons import Requested
-from agent.core.totals import count
 from agent.errors import ConfigError, NotInTime
 from agent.observe.messages import describe
+from agent.observe.quantities import count
 from agent.operate import roles
 from agent.operate.jobs import follow_job, open_job, read_roles, read_view
 from agent.operate.prompts import confirm, print_result

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from agent.core.totals import count, percent
 from agent.errors import ConfigError
 from agent.observe.incident_export import exported_incident
+from agent.observe.quantities import count, percent
 from agent.observe.report.run_history import RunHistory
 from agent.operate.jobs import open_job, read_incidents, read_view
 from agent.operate.prompts import print_result

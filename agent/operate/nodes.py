@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 
 from agent.core.model import ClusterView, Identity
 from agent.core.proposals import required
-from agent.core.totals import count
 from agent.errors import ConfigError, NotInTime
 from agent.observe.messages import listed
+from agent.observe.quantities import count
 from agent.operate.jobs import follow_job, open_job, read_incidents
 from agent.operate.prompts import confirm, print_result
 from agent.operate.target import Target

@@ -23,10 +23,10 @@ from agent.links.dialler import Peer
 from agent.links.pool import LinkPool
 from agent.links.queries import LiveRanks
 from agent.links.snapshot_parts import SnapshotPart
+from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 from agent.observe.log import log
 from agent.observe.messages import describe
 from agent.observe.notices import NodeDifferences, WaitNotices
-from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
 from agent.ports import PortHold
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport

@@ -21,7 +21,7 @@ MODULES = (
     "agent.store.job_writer",
     "agent.observe.announcements",
     "agent.observe.incident_log",
-    "agent.observe.recorder",
+    "agent.observe.incident_recorder",
     "agent.observe.stragglers",
 )
 

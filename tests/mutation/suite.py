@@ -32,7 +32,7 @@ TESTS = (
     "unit.test_roles",
     "unit.test_roles_shards",
     "unit.test_job_store",
-    "unit.test_recorder",
+    "unit.test_incident_recorder",
 )
 """Test modules of the core and the recorder. With the scenarios they take every branch, as `scripts/quick` checks."""
 _SEEDED = "simulation.test_seeded_scenarios"

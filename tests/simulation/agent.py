@@ -18,8 +18,8 @@ from agent.core.lifecycle import step, wake_at
 from agent.core.model import ClusterView, Node, Policy, Replica, StateId
 from agent.core.state import AgentFacts, AgentState
 from agent.errors import StoreUnavailable
+from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 from agent.observe.messages import describe_exit
-from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
 from agent.store.api import Lease
 from agent.store.job_writer import JobWriter
 

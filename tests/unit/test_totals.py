@@ -6,8 +6,8 @@ import pytest
 from reasons import LOST
 
 from agent.core.incident import Incident, IncidentMember, Phases, Totals
-from agent.core.totals import duration, percent
 from agent.observe.goodput import goodput, summary, training_since
+from agent.observe.quantities import duration, percent
 
 
 def _incident(*, at: float, phases: Phases, before: Totals = Totals(), began_at: float = 100.0) -> Incident:  # noqa: B008

@@ -18,7 +18,7 @@ from matplotlib.image import imsave
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from agent.core.totals import duration
+from agent.observe.quantities import duration
 from agent.observe.report.palette import LIGHT, MARKERS, PHASES, STATES, is_planned
 from agent.observe.report.run_history import RunHistory
 from agent.observe.report.timeline import State

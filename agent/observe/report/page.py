@@ -8,9 +8,9 @@ from importlib import resources
 from itertools import accumulate
 
 from agent.core.incident import Incident, WorkerEnd
-from agent.core.totals import count, duration, percent, replayed
 from agent.observe.goodput import DOWNTIME_PHASES, Outage
 from agent.observe.messages import cause_of, consequences, describe, how_it_ended, how_near, rivals
+from agent.observe.quantities import count, duration, percent, replayed
 from agent.observe.report.figures import Figures, svg
 from agent.observe.report.palette import DARK, LIGHT, PHASES, is_planned
 from agent.observe.report.run_history import RunHistory, moment

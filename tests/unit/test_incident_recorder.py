@@ -42,7 +42,7 @@ from agent.core.model import (
 from agent.core.observations import Observations
 from agent.core.state import AgentState, Leaving
 from agent.observe.incident_log import open_from_records
-from agent.observe.recorder import Recorder, note_answer, observe_turn, summarize
+from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 
 BY = {"node_id": "a", "incarnation": "i1"}
 MEMBER = Member(**BY, address="h", nproc=1, port=1, link=2)
