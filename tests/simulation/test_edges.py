@@ -327,7 +327,7 @@ def test_what_was_restored_is_not_restored_again() -> None:
 
 
 def change(number: int) -> GroupChange:
-    return GroupChange(run="r", group=number, cause="lost", reason="", at=20.0, members=())
+    return GroupChange(run="r", group=number, cause="lost", reason=LOST, at=20.0, members=())
 
 
 def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_brought_back() -> None:

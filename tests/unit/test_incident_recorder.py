@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from nodes import ME, NODE, POLICY
+from reasons import FINISHED, LOST, failed, lost
 from statuses import statuses
 
 from agent.core import effects as fx
@@ -40,10 +41,12 @@ from agent.core.model import (
     Stored,
 )
 from agent.core.observations import Observations
+from agent.core.reasons import Hang, NodesThere
 from agent.core.state import AgentState, Leaving
 from agent.observe.incident_log import open_from_records
 from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 
+BROKE = failed("a", 0, exit_code=1)
 BY = {"node_id": "a", "incarnation": "i1"}
 MEMBER = Member(**BY, address="h", nproc=1, port=1, link=2)
 SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_at=0.0)
@@ -52,7 +55,7 @@ FIRST = Incident(
     run="r",
     group=1,
     cause="start",
-    reason="all there",
+    reason=NodesThere(nodes=1, np="1", is_all=True),
     at=100.0,
     began_at=100.0,
     members=(),
@@ -62,13 +65,13 @@ FIRST = Incident(
 
 
 def group(number: int, **fields: Any) -> Group:  # noqa: ANN401 - of a record
-    told = {"cause": "failed", "reason": "it broke", "members": (MEMBER,)} | fields
+    told = {"cause": "failed", "reason": BROKE, "members": (MEMBER,)} | fields
     return Group(run="r", number=number, restarts=0, step=0, reached=1, **told)
 
 
 def change(number: int, **fields: Any) -> GroupChange:  # noqa: ANN401 - of a record
     members = ({"node_id": "a", "nproc": 1},) if fields.pop("has_members", True) else ()
-    told = {"cause": "failed", "reason": "it broke", "at": 100.0 + 10 * number, "members": members} | fields
+    told = {"cause": "failed", "reason": BROKE, "at": 100.0 + 10 * number, "members": members} | fields
     return msgspec.convert({"run": "r", "group": number, **told}, GroupChange)
 
 
@@ -153,7 +156,7 @@ def test_the_leader_that_wrote_a_group_opens_its_incident() -> None:
         2,
         120.0,
         "failed",
-        "it broke",
+        BROKE,
         0,
     )
     assert (incident.phases.detect_s, incident.phases.agree_s) == (0.5, 0.5)
@@ -182,7 +185,7 @@ def test_a_hang_is_known_from_the_records() -> None:
     stall = StallReport(group=1, **BY, stage="certain", for_s=60.0, limit_s=30.0, ranks=(rank,))
     first = msgspec.structs.replace(FIRST, members=change(1).members)
     incident = open_from_records(change(2), first, statuses(stall), commits=True)
-    assert [each.failure.hang for each in incident.ended] == ["made no step after step 7 for 60 s: it sleeps"]
+    assert [each.failure.hang for each in incident.ended] == [Hang(doing="sleeps", step=7, for_s=60)]
     without_members = open_from_records(change(2), None, statuses(stall, exited(1)), commits=True)
     assert [each.failure.exit_code for each in without_members.ended] == [1]
 
@@ -205,7 +208,7 @@ def test_an_incident_is_completed_once_all_have_reported() -> None:
 def test_incidents_of_groups_that_are_over_are_written_in_their_order() -> None:
     """Two leaders in a row died; of the group between them all had reported, and its restore point is overwritten."""
     told = statuses(exited(1), moved(2, before=9), exited(2, code=3))
-    changes = [change(2), change(3, last_began_after=5, cause="lost", reason="lost b")]
+    changes = [change(2), change(3, last_began_after=5, cause="lost", reason=lost("b"))]
     view = shown(group(3), changes=changes, incidents=[stored(FIRST)], told=told, resume=begun(3, 8))
     (second, _), (third, _) = written(Recorder(), leads(view))
     assert (second.group, second.phases.is_complete, second.step, second.replayed_steps) == (2, True, 5, 4)
@@ -295,10 +298,10 @@ def test_what_was_written_need_not_be_seen_to_be_completed() -> None:
 def test_a_completed_incident_is_announced_once_and_the_group_before_it() -> None:
     view = shown(group(2), changes=[change(2)], incidents=[stored(FIRST)], told=statuses(moved(2)), resume=begun(2, 5))
     recorder, sentences, write = observe_turn(Recorder(), leads(view), 0.0)
-    assert "group 2: 1 rank on a; it broke" in sentences
+    assert "group 2: 1 rank on a; rank 0 on a exited with code 1" in sentences
     assert write is not None
     recorder, sentences, _ = observe_turn(note_answer(recorder, Outcome.DONE, 25, 1.0), leads(view), 1.0)
-    assert [each.startswith("group 2 after 4.0 s: it broke") for each in sentences] == [True]
+    assert [each.startswith("group 2 after 4.0 s: rank 0 on a exited with code 1") for each in sentences] == [True]
     assert observe_turn(recorder, leads(view), 2.0)[1] == ()
 
 
@@ -307,7 +310,7 @@ def complete_one() -> Incident:
         FIRST,
         group=2,
         cause="failed",
-        reason="it broke",
+        reason=BROKE,
         at=120.0,
         members=change(2).members,
         phases=Phases(detect_s=3.0, first_step_s=1.0),
@@ -319,9 +322,9 @@ def test_an_incident_that_etcd_has_lost_is_written_again_as_it_was() -> None:
     recorder, _, _ = observe_turn(Recorder(), leads(shown(group(2), incidents=[stored(incident)])), 0.0)
     lost = leads(shown(group(2), revision=3))
     assert written(recorder, lost) == [(incident, 0)]
-    other = leads(shown(group(2, reason="another history"), revision=3))
+    other = leads(shown(group(2, reason=LOST), revision=3))
     ((rewritten, _),) = written(recorder, other)
-    assert (rewritten.reason, rewritten.phases) == ("another history", Phases())
+    assert (rewritten.reason, rewritten.phases) == (LOST, Phases())
 
 
 def test_an_incident_that_nobody_remembers_says_what_the_group_says() -> None:
@@ -346,7 +349,7 @@ def test_a_write_after_etcd_lost_its_history_forgets_the_revisions_from_before()
 
 def test_a_result_says_what_the_incidents_cost() -> None:
     """Including the last one, which may not be written yet."""
-    result = Result(run="r", group=2, succeeded=True, exit_code=0, reason="done", at=201.0)
+    result = Result(run="r", group=2, succeeded=True, exit_code=0, reason=FINISHED, at=201.0)
     view = shown(
         group(2),
         changes=[change(2)],
