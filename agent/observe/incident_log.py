@@ -105,22 +105,21 @@ def open_incident(drafted: Draft, last: Incident | None) -> Incident:
     return msgspec.structs.replace(incident, phases=phases)
 
 
-def open_from_records(
-    change: GroupChange, last: Incident | None, statuses: Sequence[MemberStatus], *, commits: bool
-) -> Incident:
-    """Open the incident of a group that another leader wrote. Until when the fault was not known is not known either.
+def open_from_records(change: GroupChange, last: Incident | None, statuses: Sequence[MemberStatus]) -> Incident:
+    """Open the incident of a group that another leader wrote.
+
+    When the fault happened, and when it was detected, is not known then: these times are not counted as downtime. The
+    times at which the two groups were written would not do, since two leaders may have written them, by two clocks.
 
     Args:
         change: of the group.
         last: the incident before, completed as far as possible.
         statuses: what members of the group before reported about it.
-        commits: whether the script commits steps.
     """
     before = last if last is not None and last.group == change.group - 1 else None
     reports = _exits(before, statuses)
-    ran_s = change.at - before.at if before is not None and before.members and commits else 0.0
     step_s = max((report.step_s for report in reports), default=None)
-    return _opened(change, last, in_order(reports), step_s, ran_s)
+    return _opened(change, last, in_order(reports), step_s, ran_s=0.0)
 
 
 def _exits(before: Incident | None, statuses: Sequence[MemberStatus]) -> tuple[ExitReport, ...]:

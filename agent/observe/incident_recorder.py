@@ -228,7 +228,7 @@ def _opened(
     if drafted is not None:
         return open_incident(drafted, last)
     statuses = tuple(each for each in view.backlog.statuses if each.group == number - 1)
-    return open_from_records(change, last, statuses, commits=any(node.value.resumed for node in view.nodes))
+    return open_from_records(change, last, statuses)
 
 
 def _change_of(group: Group, state: AgentState) -> GroupChange:

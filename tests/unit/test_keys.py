@@ -234,12 +234,12 @@ def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None
 
 
 def incident_item(number: int) -> KeyValue:
-    incident = Incident(run="r", group=number, cause="lost", reason="", members=(), phases=Phases())
+    incident = Incident(run="r", group=number, cause="lost", reason=LOST, members=(), phases=Phases())
     return item(KEYS.incident(number), encode(incident))
 
 
 def backlog_items(group: Group) -> list[KeyValue]:
-    change = GroupChange(run="r", group=2, cause="lost", reason="", at=1.0, members=())
+    change = GroupChange(run="r", group=2, cause="lost", reason=LOST, at=1.0, members=())
     status = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i"}'
     told = [item(KEYS.statuses(number) + "a", status % number) for number in (1, 2, 3)]
     incidents = [incident_item(number) for number in (1, 3, 7)]
