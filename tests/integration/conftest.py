@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from agent.observe.status import job_status
 from agent.operate.jobs import open_job, read_history, read_view
 from agent.operate.target import Target
 from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
-from agent.store.access import Access, Credentials, parse_endpoints
+from agent.store.access import Access, Credentials, User, parse_endpoints
 from agent.store.etcd import EtcdStore
 
 if TYPE_CHECKING:
@@ -63,8 +63,15 @@ class Job(LocalCluster):
     group = 0
     """The group that a test means to stay in."""
 
-    def __init__(self, directory: Path, server: str, job_id: str, options: Sequence[str] = ()) -> None:
-        super().__init__(directory, server, job_id, options)
+    def __init__(
+        self,
+        directory: Path,
+        server: str,
+        job_id: str,
+        options: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(directory, server, job_id, options, environ)
         self.environ["PYTHONPATH"] = os.pathsep.join([str(LIGHT), self.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
 
     @property
@@ -146,7 +153,9 @@ class Job(LocalCluster):
 
     @property
     def _target(self) -> Target:
-        return Target(Access(parse_endpoints(self.server), Credentials()), self.job_id, PATIENCE_S)
+        name = self.environ.get("ELASTIC_AGENT_ETCD_USER")
+        user = User(name, self.environ["ELASTIC_AGENT_ETCD_PASSWORD"]) if name else None
+        return Target(Access(parse_endpoints(self.server), Credentials(user=user)), self.job_id, PATIENCE_S)
 
     def finish(self) -> None:
         """Wait for all living agents; all must succeed. The test must be done with the training: it ends soon."""
