@@ -26,7 +26,7 @@ class Position:
     drawn: int = 0
     """Items of this epoch that were drawn, including the current one."""
     save: int = 0
-    """Number of saves that closed the epoch since the last commit; such a save is newer than the commit."""
+    """Number of further saves since the last commit, which closed the epoch or had a changed state; each is newer."""
     loader: DataLoader | None = None
     """The loader that the items come from, if it is a `tr.DataLoader`."""
     beside: tuple[DataLoader, ...] = ()

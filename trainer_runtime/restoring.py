@@ -135,6 +135,8 @@ class Restorer:
         self.seed = load_content(
             content, self.directory, self.contents, self.pos, seed=self.seed, lr_scaling=self.lr_scaling
         )
+        if self.pos.items:
+            self.contents.note_committed()
         self._opener.call_hooks(self.pos.step, self.load_hooks)
         self.contents.parts.restore_random_states()  # undo what the hooks drew
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.dist import is_main
 from trainer_runtime.parts import is_stateful_loader
 from trainer_runtime.values import read_state
 
@@ -60,17 +62,21 @@ class Sources:
         pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
         before = self._fingerprints() if pos.due == 0 else {}
+        places = {loader: loader.state_dict() for loader in self._loaders} if named is None and pos.items else {}
         if is_own_loader(named):
             pos.loader = named
-            beginning = _begun_within([named], epoch, pos.samples)
+            beginning = _begun_within({named: epoch}, pos.samples)
         else:  # the items may come from one of these loaders through a wrapper
-            beginning = _begun_within(self._loaders, epoch, 0)
+            # One that a chain begins late counts its own epochs: there the saved number holds.
+            own = {each: place["epoch"] for each, place in places.items() if place["samples"]}
+            beginning = _begun_within({each: own.get(each, epoch) for each in self._loaders}, 0)
         with beginning as begun:
             iterator = iter(items)
-            if named is None:
-                next(islice(iterator, pos.items, pos.items), None)
+            if named is None and pos.items:
+                _drop(iterator, pos.items, type(items).__name__)
+                _warn_of_other_place(places)
             if pos.items:
-                self._contents.parts.restore_random_states()
+                self._return_to_committed()
             pos.drawn = pos.items
             item = next(iterator, _END)
         pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)
@@ -111,6 +117,16 @@ class Sources:
                     "from loader.endless() to continue, or delete the iterator (del) before save() to begin anew"
                 )
 
+    def _return_to_committed(self) -> None:
+        """Undo what the epoch's body, which has begun again, did to the state before its steps."""
+        changed = self._contents.return_to_committed()
+        if changed and is_main():
+            warn(
+                f"the body of epoch {self._pos.epoch} changed State's {', '.join(changed)} before state.steps(), as it "
+                "had done before the restart; the committed state is kept"
+            )
+        self._contents.parts.restore_random_states()
+
     def _require_saved(self, source: object, *, is_named: bool) -> object | None:
         """Return the source if it resumes by itself, else None."""
         if self._contents.holds(source) or (is_own_loader(source) and not is_named):
@@ -144,6 +160,30 @@ class Sources:
         return ""
 
 
+def _drop(iterator: Iterator[object], count: int, kind: str) -> None:
+    """Draw and drop the committed items."""
+    dropped = sum(1 for _ in islice(iterator, count))
+    if dropped < count and is_main():
+        warn(
+            f"state.steps() was given a {kind} of {dropped} items in an epoch of which {count} are committed, so the "
+            "epoch ends here: the source has become shorter, or its length depends on the number of ranks, which a "
+            "tr.DataLoader allows"
+        )
+
+
+def _warn_of_other_place(places: dict[DataLoader, dict[str, Any]]) -> None:
+    """Print a line where a loader behind a wrapper is not at its saved position, as in a world of another size."""
+    for loader, place in places.items():
+        epoch, samples = place["epoch"], place["samples"]
+        if loader.is_within_epoch and loader.state_dict()["epoch"] == epoch and loader.samples != samples and is_main():
+            what = "left out" if loader.samples > samples else "repeated"
+            warn(
+                f"the DataLoader of {type(loader.dataset).__name__} is at sample {loader.samples} of epoch {epoch}, "
+                f"{samples} were committed: the samples between are {what}. An item has another number of "
+                "samples in this world, or an iterator outlives the epoch. Give the loader itself to state.steps()"
+            )
+
+
 def is_own_loader(thing: object) -> TypeGuard[DataLoader]:
     """Return whether `thing` is a `tr.DataLoader`."""
     module = sys.modules.get("trainer_runtime.data")  # not imported: nothing can be one
@@ -157,15 +197,15 @@ def under_way() -> list[DataLoader]:
 
 
 @contextmanager
-def _begun_within(loaders: list[DataLoader], epoch: int, done: int) -> Iterator[list[DataLoader]]:
-    """Make the loaders that begin within the block begin after `done` samples of that epoch; others are unchanged.
+def _begun_within(epochs: dict[DataLoader, int], done: int) -> Iterator[list[DataLoader]]:
+    """Make the loaders that begin within the block begin after `done` samples of their epoch; others are unchanged.
 
     Yields:
         A list that contains, at the end, the loaders that began.
     """
     begun: list[DataLoader] = []
     with ExitStack() as stack:
-        for loader in loaders:
+        for loader, epoch in epochs.items():
             stack.enter_context(loader.beginning_at(epoch, done, begun))
         yield begun
 
