@@ -142,7 +142,7 @@ class Contents:
 
     def note_committed(self) -> None:
         """Keep a copy of what `return_to_committed` brings back."""
-        self._committed = HostCopier().copy(self.read_light())
+        self._committed = self.copy_light()
 
     def return_to_committed(self) -> list[str]:
         """Undo what was changed since `note_committed`, and forget the copy; return the names of what had changed.
@@ -181,6 +181,19 @@ class Contents:
             if not (isinstance(thing, nn.Module) or is_own_loader(thing) or name in streams)
         }
         return {**objects, **self._values}
+
+    def copy_light(self) -> dict[str, Any]:
+        """Return a copy of `read_light`, which later steps do not change."""
+        copied: dict[str, Any] = HostCopier().copy(self.read_light())
+        return copied
+
+    def versions(self) -> dict[str, list[int]]:
+        """Return the version counters of the modules' parameters, which torch counts up at each change in place."""
+        modules = {name: thing for name, thing in self._whole.items() if isinstance(thing, nn.Module)}
+        return {
+            name: [each._version for each in module.parameters() if not each.is_inference()]  # noqa: SLF001 - no public name
+            for name, module in modules.items()
+        }
 
     def _add(self, name: str, thing: object) -> None:
         if isinstance(thing, PerRank):

@@ -244,6 +244,8 @@ def load_content(
         factor = factor_of(lr_scaling, content["world_size"], world_size())
         rescale(contents.of_type(Optimizer), contents.of_type(LRScheduler), factor)
     pos.load(content["position"])
+    if content["world_size"] != world_size():
+        pos.item = ""  # a rank may draw other items now
     holds = content["seed"] if seed is None else seed
     contents.parts.load(content["ranks"], rank(), world_size(), seed=holds, step=pos.step)
     return int(holds)

@@ -20,7 +20,7 @@ import torch
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main
 from trainer_runtime.parts import is_stateful_loader
-from trainer_runtime.values import read_state
+from trainer_runtime.values import is_equal, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 _END: Any = object()
+
+_MOST_INDICES = 64
+"""Most indices in an item whose text is noted."""
 
 
 class Sources:
@@ -48,6 +51,8 @@ class Sources:
         self._pos = pos
         self._loaders = [each for each in contents.of_type(object) if is_own_loader(each)]
         self._fault = ""
+        self._at_commit: dict[str, Any] | None = None
+        """The state at the first commit of this process, until the next item is drawn."""
 
     def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet, and count them.
@@ -73,7 +78,7 @@ class Sources:
         with beginning as begun:
             iterator = iter(items)
             if named is None and pos.items:
-                _drop(iterator, pos.items, type(items).__name__)
+                _drop(iterator, pos, type(items).__name__)
                 _warn_of_other_place(places)
             if pos.items:
                 self._return_to_committed()
@@ -84,7 +89,10 @@ class Sources:
             self._fault = self._find_fault(before, named, items)
         while item is not _END:
             pos.drawn += 1
+            pos.item = _name_of(item)
             yield item
+            if self._at_commit is not None:
+                self._check_after_commit(self._at_commit)
             item = next(iterator, _END)
         pos.is_drawn_out = True
 
@@ -102,6 +110,27 @@ class Sources:
                     f"a DataLoader of {type(loader.dataset).__name__} is being drawn from, and State does not save it: "
                     "after a restart it would begin anew; give it to State"
                 )
+
+    def note_commit(self) -> None:
+        """Note the state at a commit, to see whether the script still changes it before it draws the next item."""
+        if self._pos.drawn:
+            self._at_commit = {**self._contents.copy_light(), **self._contents.versions()}
+
+    def note_save(self) -> None:
+        """Note that what was changed since the last commit is saved."""
+        self._at_commit = None
+
+    def _check_after_commit(self, noted: dict[str, Any]) -> None:
+        """Print a line where the script changes the state between a commit and the next item."""
+        self._at_commit = None
+        now = {**self._contents.read_light(), **self._contents.versions()}
+        changed = [name for name, was in noted.items() if not is_equal(was, now[name])]
+        if changed and is_main():
+            warn(
+                f"State's {', '.join(changed)} changed between commit() and the next item: a restart at that commit "
+                "leaves the change out, because the code after it does not run again. Change it before commit(), or "
+                "call state.save() after it"
+            )
 
     def check_closed(self) -> None:
         """Check that the beginning of the next epoch is known for each loader that is drawn from beside `steps`.
@@ -160,15 +189,34 @@ class Sources:
         return ""
 
 
-def _drop(iterator: Iterator[object], count: int, kind: str) -> None:
+def _drop(iterator: Iterator[object], pos: Position, kind: str) -> None:
     """Draw and drop the committed items."""
-    dropped = sum(1 for _ in islice(iterator, count))
-    if dropped < count and is_main():
+    dropped, last = 0, None
+    for last in islice(iterator, pos.items):  # noqa: B007 - the last one is used below
+        dropped += 1
+    if not is_main():
+        return
+    if dropped < pos.items:
         warn(
-            f"state.steps() was given a {kind} of {dropped} items in an epoch of which {count} are committed, so the "
-            "epoch ends here: the source has become shorter, or its length depends on the number of ranks, which a "
+            f"state.steps() was given a {kind} of {dropped} items in an epoch of which {pos.items} are committed, so "
+            "the epoch ends here: the source has become shorter, or its length depends on the number of ranks, which a "
             "tr.DataLoader allows"
         )
+    elif "" not in (name := _name_of(last), pos.item) and name != pos.item:
+        warn(
+            f"item {pos.items} of epoch {pos.epoch} was {pos.item} when it was committed, and is {name} now: the "
+            "source has another order than before the restart, so some items are left out and others come twice. Let "
+            "the order depend only on a seed and the epoch"
+        )
+
+
+def _name_of(item: object) -> str:
+    """Return a text that tells a plain item, an index for instance, from others; empty for any other item."""
+    if type(item) in {int, str}:
+        return f"{item!r:.64}"
+    if isinstance(item, list | tuple) and len(item) <= _MOST_INDICES and all(type(each) is int for each in item):
+        return repr(item)
+    return ""
 
 
 def _warn_of_other_place(places: dict[DataLoader, dict[str, Any]]) -> None:

@@ -367,6 +367,7 @@ class State:
             self._pos.save += 1
             self._saver.save()
             return
+        self._sources.note_save()
         is_saved_again = self._saved_step == self._pos.step
         self._pos.save += is_saved_again
         self._saved_step = self._pos.step
@@ -377,6 +378,7 @@ class State:
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and involves only rank 0.
             saver.check()
+            self._sources.note_commit()
         with exit_without_restart(self._channel):
             self._sources.check()
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel

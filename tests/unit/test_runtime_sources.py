@@ -325,3 +325,31 @@ def test_a_loader_that_a_chain_begins_in_some_epochs_only_keeps_its_own_count(tm
     whole = run(tmp_path / "whole", None)
     assert len(whole) == 18
     assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
+
+
+@pytest.mark.parametrize("kind", ["the same", "batches", "none", "another"])
+def test_a_source_with_another_order_than_before_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """For instance one list that is shuffled again in place in each epoch, or an iterator that outlives an epoch."""
+    orders: list[list[Any]] = {
+        "the same": [[3, 1, 2]] * 2,
+        "batches": [[[3, 1], [2], [0, 4]], [[3, 1], [4], [0, 2]]],
+        "none": [[torch.zeros(1)] * 3, [torch.ones(1)] * 3],
+        "another": [["c", "a", "b"], ["c", "b", "a"]],
+    }[kind]
+    for order in orders:
+        state = tr.State(checkpoint_dir=tmp_path, save_every=1)
+        for _ in itertools.islice(state.epochs(1), 1):
+            for _ in state.steps(order):
+                state.commit()
+                if state.step >= 2:
+                    break
+        state.save()
+    said = capsys.readouterr().err
+    wanted = {
+        "batches": "item 2 of epoch 0 was [2] when it was committed, and is [4]",
+        "another": "was 'a' when it was",
+    }
+    assert ("another order than before" in said) == (kind in wanted)
+    assert wanted.get(kind, "") in said

@@ -534,6 +534,31 @@ def test_a_commit_without_an_item_is_reported_once(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.count("no item was drawn from state.steps() since") == 1
 
 
+@pytest.mark.parametrize("way", ["before", "after", "saved", "weights"])
+def test_what_changes_after_the_first_commit_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    """A restart at that commit leaves it out."""
+    net = torch.nn.Linear(1, 1)
+    state = new_state(tmp_path, seen=0, net=net, save_every=1000)
+    for _ in state.epochs(1):
+        for _ in state.steps(range(3)):
+            if way == "before":
+                state.seen += 1
+            state.commit()
+            if way in ("after", "saved"):
+                state.seen += 1
+            if way == "saved":
+                state.save()
+            if way == "weights":
+                with torch.no_grad():
+                    net.weight.clamp_(-1, 1)
+    said = {"after": "State's seen changed between commit()", "weights": "State's net changed between commit()"}
+    err = capsys.readouterr().err
+    assert err.count("between commit() and the next item") == (way in said)
+    assert said.get(way, "") in err
+
+
 def test_a_source_that_has_become_shorter_than_what_is_committed_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

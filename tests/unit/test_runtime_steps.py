@@ -297,7 +297,7 @@ def test_our_own_loader_begins_after_the_samples_committed(tmp_path: Path) -> No
     undisturbed = [index for epoch in range(2) for batch in loader().begin(epoch, 0) for index in batch.tolist()]
     before = train(stop_at=4)
     content = torch.load(tmp_path / stem_of("local", 1, 4) / "state.pt", weights_only=True)
-    assert content["position"] == {"step": 4, "epoch": 1, "items": 1, "samples": 4, "save": 0}
+    assert content["position"] == {"step": 4, "epoch": 1, "items": 1, "samples": 4, "save": 0, "item": ""}
     assert before + train(stop_at=None) == undisturbed
 
 
