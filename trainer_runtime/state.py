@@ -214,7 +214,7 @@ class State:
         if self._saver is not None:
             return
         with exit_without_restart(self._channel):
-            identity = require_only_state(State._restored, self._directory, self._run, self._channel)
+            identity = require_only_state(State._restored, self._directory, self._run, self._channel, self._page)
         with runtime_phase("restore"):
             self._restore(turn=len(State._restored) + 1)
         State._restored.add(identity)
