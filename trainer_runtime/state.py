@@ -257,6 +257,11 @@ class State:
         self.restore()
         expect_steps(are_due=True)
         is_trained = self._pos.epoch >= total
+        if is_trained and self._streamed_epoch is None and self._pos.step and is_main():
+            warn(
+                f"no step is left to make: all {total} epochs are trained already, in {self._pos.step} steps; to train "
+                "anew start with --fresh, or with another checkpoint directory"
+            )
         while self._pos.epoch < total:
             self._begin_epoch()
             yield self._pos.epoch

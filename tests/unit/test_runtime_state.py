@@ -581,9 +581,11 @@ def test_steps_is_used_once_per_epoch(tmp_path: Path) -> None:
             next(state.steps(range(2)))
 
 
-def test_a_finished_training_takes_no_further_step(tmp_path: Path) -> None:
+def test_a_finished_training_takes_no_further_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_until(new_state(tmp_path), None)
+    assert "no step is left to make" not in capsys.readouterr().err
     assert run_until(new_state(tmp_path), None) == []
+    assert "no step is left to make: all 2 epochs are trained already, in 8 steps" in capsys.readouterr().err
 
 
 def test_hooks_write_and_read_next_to_the_checkpoint(tmp_path: Path) -> None:
