@@ -33,6 +33,8 @@ class Position:
     """The loader that the items come from, if it is a `tr.DataLoader`."""
     beside: tuple[DataLoader, ...] = ()
     """Other `tr.DataLoader`s in State, which may be drawn from within the steps."""
+    is_resized: bool = False
+    """Whether a world of another size has committed the items of this epoch."""
     is_drawn_out: bool = False
     """Whether the loop over this epoch's items has ended."""
     due: int = 0
@@ -71,7 +73,7 @@ class Position:
         self.items = self.drawn = self.samples = 0
         self.loader = None
         self.beside = ()
-        self.is_drawn_out = False
+        self.is_drawn_out = self.is_resized = False
 
     def count_samples(self, loader: DataLoader) -> None:
         """Copy the number of consumed samples from a `tr.DataLoader`.

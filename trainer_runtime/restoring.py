@@ -251,7 +251,7 @@ def load_content(
         rescale(contents.of_type(Optimizer), contents.of_type(LRScheduler), factor)
     pos.load(content["position"])
     if content["world_size"] != world_size():
-        pos.item = ""  # a rank may draw other items now
+        pos.item, pos.is_resized = "", True  # a rank may draw other items now
     holds = content["seed"] if seed is None else seed
     contents.parts.load(content["ranks"], rank(), world_size(), seed=holds, step=pos.step)
     return int(holds)

@@ -80,7 +80,7 @@ class Saver:
         if self.writer is not None and self.writer.is_busy():
             warn(
                 f"step {pos.step} was NOT saved: step {pos.saved[0]} still waits to be committed, because the agent "
-                "cannot reach etcd; the next save is due as usual"
+                "cannot reach etcd, or cannot read a record of the job there; the next save is due as usual"
             )
             self._leave_out()
             return False

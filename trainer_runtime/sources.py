@@ -12,7 +12,6 @@ import io
 import sys
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -78,7 +77,8 @@ class Sources:
         with beginning as begun:
             iterator = iter(items)
             if named is None and pos.items:
-                _drop(iterator, pos, type(items).__name__)
+                own_place = {each: place for each, place in places.items() if place["samples"]}
+                _drop(iterator, pos, type(items).__name__, own_place if pos.is_resized else {})
                 _warn_of_other_place(places)
             if pos.items:
                 self._return_to_committed()
@@ -189,11 +189,24 @@ class Sources:
         return ""
 
 
-def _drop(iterator: Iterator[object], pos: Position, kind: str) -> None:
-    """Draw and drop the committed items."""
+def _drop(iterator: Iterator[object], pos: Position, kind: str, places: dict[DataLoader, dict[str, Any]]) -> None:
+    """Draw and drop the committed items.
+
+    Args:
+        iterator: the items.
+        pos: the position, whose number of items becomes that of this world.
+        kind: name of the items' type, for messages.
+        places: in a world of another size, where an item has another number of samples: the saved positions of the
+            loaders that the items may come from. If one does, items are dropped until it has arrived there.
+    """
     dropped, last = 0, None
-    for last in islice(iterator, pos.items):  # noqa: B007 - the last one is used below
+    while not (_have_arrived(places) if any(each.is_within_epoch for each in places) else dropped == pos.items):
+        last = next(iterator, _END)
+        if last is _END:
+            break
         dropped += 1
+    if any(each.is_within_epoch for each in places):
+        pos.items = dropped
     if not is_main():
         return
     if dropped < pos.items:
@@ -208,6 +221,12 @@ def _drop(iterator: Iterator[object], pos: Position, kind: str) -> None:
             "source has another order than before the restart, so some items are left out and others come twice. Let "
             "the order depend only on a seed and the epoch"
         )
+
+
+def _have_arrived(places: dict[DataLoader, dict[str, Any]]) -> bool:
+    """Return whether each of the loaders that has begun has yielded the last batch of its last committed step."""
+    begun = [(loader, place["samples"]) for loader, place in places.items() if loader.is_within_epoch]
+    return all(loader.samples >= samples and loader.ends_step for loader, samples in begun)
 
 
 def _name_of(item: object) -> str:

@@ -353,3 +353,29 @@ def test_a_source_with_another_order_than_before_is_reported(
     }
     assert ("another order than before" in said) == (kind in wanted)
     assert wanted.get(kind, "") in said
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("wrap", [enumerate, zip], ids=["enumerate", "zip"])
+def test_in_another_world_a_wrapped_loader_goes_on_at_the_committed_sample(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sizes: tuple[int, int],
+    wrap: Callable[[Iterable[Any]], Iterable[Any]],
+) -> None:
+    """A step has another number of micro-batches there; the size of a micro-batch stands in for that of the world."""
+    drawn: list[int] = []
+    for size, stop_at in zip(sizes, (2, 6), strict=True):
+        data = loader(1, micro_batch=size)
+        state = tr.State(checkpoint_dir=tmp_path, data=data, save_every=1)
+        for _ in itertools.islice(state.epochs(1), 1):
+            state._pos.is_resized = state.step > 0
+            for _item in state.steps(wrap(data)):
+                drawn += data.indices
+                if data.ends_step:
+                    state.commit()
+                if state.step == stop_at:
+                    break
+        state.save()
+    assert sorted(drawn) == [*range(12)]
+    assert "the samples between" not in capsys.readouterr().err
