@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
 from trainer_runtime.sources import is_own_loader
-from trainer_runtime.values import Stateful, is_sharded, load_state, read_state, require_loadable, restore_value
+from trainer_runtime.values import (
+    RestoredMemory,
+    Stateful,
+    is_equal,
+    is_sharded,
+    load_state,
+    outline,
+    read_state,
+    require_loadable,
+    restore_value,
+)
 
 if TYPE_CHECKING:
     from trainer_runtime.sharded import Shards
@@ -45,6 +56,8 @@ class Contents:
         sharded = self.shards.names if self.shards is not None else frozenset()
         self._whole = {name: thing for name, thing in self._objects.items() if name not in sharded}
         self.parts = Parts(self._own, modules, self._generators)
+        self._outlines = {name: found for name, value in self._values.items() if (found := outline(value)) is not None}
+        self._committed: dict[str, Any] | None = None
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
         """Return the object or value of this name; AttributeError if there is none."""
@@ -91,6 +104,8 @@ class Contents:
         contents = self.read()
         for name, value in contents.items():
             require_loadable(name, value)
+            if name in self._outlines and (fault := self._outlines[name].find_other(name, value)):
+                raise TypeError(fault)
         if self.shards is not None:
             self.shards.check()
         return contents
@@ -117,10 +132,68 @@ class Contents:
         saved_own = {*saved_part["objects"], *saved_part["random"]["generators"]}
         _require_same("", set(saved), {*self._whole, *self._values})
         _require_same(" for each rank", saved_own, own)
+        memory = RestoredMemory()
         for name, thing in self._whole.items():
             load_state(thing, saved[name])
+            if isinstance(thing, nn.Module):
+                memory.add(read_state(thing))
         for name, given in self._values.items():
-            self._values[name] = restore_value(name, given, saved[name])
+            self._values[name] = restore_value(name, given, saved[name], memory)
+
+    def note_committed(self) -> None:
+        """Keep a copy of what `return_to_committed` brings back."""
+        self._committed = self.copy_light()
+
+    def return_to_committed(self) -> list[str]:
+        """Undo what was changed since `note_committed`, and forget the copy; return the names of what had changed.
+
+        This is about everything light: values, schedules and the like, and the options of optimizers, as a schedule
+        sets them. It does nothing where nothing was noted.
+        """
+        committed, self._committed = self._committed, None
+        if committed is None:
+            return []
+        now = self.read_light()
+        changed = [name for name, state in committed.items() if not is_equal(state, now[name])]
+        for name in changed:
+            if name in self._values:
+                self._values[name] = restore_value(name, self._values[name], committed[name], RestoredMemory())
+            elif isinstance(thing := self._whole[name], Optimizer):
+                for group, options in zip(thing.param_groups, committed[name], strict=False):
+                    group.update(
+                        {
+                            key: restore_value(name, group.get(key), value, RestoredMemory())
+                            for key, value in options.items()
+                        }
+                    )
+            else:
+                load_state(thing, committed[name])
+        return changed
+
+    def read_light(self) -> dict[str, Any]:
+        """Return the values, the states of schedules and the like, and the options of optimizers, by name."""
+        streams = self.streams()
+        objects = {
+            name: [_options(group) for group in thing.param_groups]
+            if isinstance(thing, Optimizer)
+            else read_state(thing)
+            for name, thing in self._whole.items()
+            if not (isinstance(thing, nn.Module) or is_own_loader(thing) or name in streams)
+        }
+        return {**objects, **self._values}
+
+    def copy_light(self) -> dict[str, Any]:
+        """Return a copy of `read_light`, which later steps do not change."""
+        copied: dict[str, Any] = HostCopier().copy(self.read_light())
+        return copied
+
+    def versions(self) -> dict[str, list[int]]:
+        """Return the version counters of the modules' parameters, which torch counts up at each change in place."""
+        modules = {name: thing for name, thing in self._whole.items() if isinstance(thing, nn.Module)}
+        return {
+            name: [each._version for each in module.parameters() if not each.is_inference()]  # noqa: SLF001 - no public name
+            for name, module in modules.items()
+        }
 
     def _add(self, name: str, thing: object) -> None:
         if isinstance(thing, PerRank):
@@ -131,6 +204,11 @@ class Contents:
             (self._own if is_stateful_loader(thing) else self._objects)[name] = thing
         else:
             self._values[name] = thing
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer's group of parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _refuse_fsdp1(name: str, module: nn.Module) -> None:

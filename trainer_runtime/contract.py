@@ -72,6 +72,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from pathlib import Path
 
 JOB_ID = "ELASTIC_AGENT_JOB_ID"
 RUN_ID = "ELASTIC_AGENT_RUN_ID"
@@ -91,6 +92,7 @@ CONTROL_FD = "ELASTIC_AGENT_CONTROL_FD"
 CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
 STACKS_FD = "ELASTIC_AGENT_STACKS_FD"
 STACKS_NAME = "elastic-agent:stacks"
+_PAGE_NAME = "elastic-agent:page"
 SNAPSHOT_FD = "ELASTIC_AGENT_SNAPSHOT_FD"
 """Absent: no snapshots are taken."""
 SNAPSHOT_OVERHEAD = "ELASTIC_AGENT_SNAPSHOT_OVERHEAD"
@@ -142,6 +144,14 @@ _RESTORED_AT = 64
 _IN_MEMORY_AT = 72
 
 
+def is_control_page(fd: int) -> bool:
+    """Return whether the descriptor is a control page, and not what a child of the script has under its number."""
+    try:
+        return str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(f"/memfd:{_PAGE_NAME}:")
+    except OSError:
+        return False
+
+
 class ControlPage:
     """A worker's control page, mapped from a descriptor. The descriptor may be closed afterwards."""
 
@@ -151,7 +161,7 @@ class ControlPage:
     @classmethod
     def create(cls, name: str) -> tuple[ControlPage, int]:
         """Create a new page; return it with the descriptor for the worker, which the caller closes."""
-        fd = os.memfd_create(f"elastic-agent:{name}", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"{_PAGE_NAME}:{name}", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES)
         page = cls(fd)
         _U64.pack_into(page._map, _VERSION_AT, PAGE_VERSION)

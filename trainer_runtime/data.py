@@ -162,8 +162,12 @@ class DataLoader:
             yield from self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, for a loader that is iterated directly."""
-        self.go_to(epoch, 0)
+        """Set the number of the next epoch, for a loader that is iterated directly.
+
+        A restored position within that epoch stays, so that a script may call this at the beginning of each epoch.
+        """
+        starts = [self._start, *self._waiting]
+        self.go_to(epoch, next((each.done for each in starts if each.epoch == epoch), 0))
 
     def go_to(self, epoch: int, done: int) -> None:
         """Set where the next iteration begins; also that of an iteration that has not drawn a batch yet.

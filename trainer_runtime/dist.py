@@ -246,11 +246,16 @@ def open_control_page() -> contract.ControlPage | None:
     The descriptor stays open, so that the page can be mapped again.
 
     Raises:
-        RuntimeError: the agent has another version than this package.
+        RuntimeError: the agent has another version than this package, or did not start this process itself.
     """
     descriptor = os.environ.get(contract.CONTROL_FD)
     if descriptor is None:
         return None
+    if not contract.is_control_page(int(descriptor)):
+        raise RuntimeError(
+            f"{contract.CONTROL_FD} is {descriptor}, which is not the agent's page here: the agent talks to the "
+            "process that it started alone; to use State in another process, start that one without the variable"
+        )
     page = contract.ControlPage(int(descriptor))
     if page.version != contract.PAGE_VERSION:
         raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +25,16 @@ class Position:
     """Committed samples of this epoch, over all ranks; counted only if `loader` is set."""
     drawn: int = 0
     """Items of this epoch that were drawn, including the current one."""
+    item: str = ""
+    """The item drawn last, if it is an index or the like, to see whether a source has the same order again."""
     save: int = 0
-    """Number of saves that closed the epoch since the last commit; such a save is newer than the commit."""
+    """Number of further saves since the last commit, which closed the epoch or had a changed state; each is newer."""
     loader: DataLoader | None = None
     """The loader that the items come from, if it is a `tr.DataLoader`."""
     beside: tuple[DataLoader, ...] = ()
     """Other `tr.DataLoader`s in State, which may be drawn from within the steps."""
+    is_resized: bool = False
+    """Whether a world of another size has committed the items of this epoch."""
     is_drawn_out: bool = False
     """Whether the loop over this epoch's items has ended."""
     due: int = 0
@@ -47,19 +51,21 @@ class Position:
         """Step and save: the identity, within its group, of a checkpoint made now."""
         return self.step, self.save
 
-    def read(self) -> dict[str, int]:
+    def read(self) -> dict[str, Any]:
         """Return what a checkpoint stores. A save after the epoch's loop stores the beginning of the next epoch."""
         epoch, items, samples = self.epoch, self.items, self.samples
         if self.save and self.is_drawn_out:  # false in the save at the end of all epochs, which is there already
             epoch, items, samples = self.epoch + 1, 0, 0
-        return {"step": self.step, "save": self.save, "epoch": epoch, "items": items, "samples": samples}
+        position = {"step": self.step, "save": self.save, "epoch": epoch, "items": items, "samples": samples}
+        return {**position, "item": self.item if items and items == self.drawn else ""}
 
-    def load(self, saved: dict[str, int]) -> None:
+    def load(self, saved: dict[str, Any]) -> None:
         """Load what `read` returned."""
         self.step = self.last_due = saved["step"]
         self.save = saved["save"]
         self.saved = self.at
         self.epoch, self.items, self.samples = saved["epoch"], saved["items"], saved["samples"]
+        self.item = saved.get("item", "")
 
     def end_epoch(self) -> None:
         """Move to the beginning of the next epoch."""
@@ -67,7 +73,7 @@ class Position:
         self.items = self.drawn = self.samples = 0
         self.loader = None
         self.beside = ()
-        self.is_drawn_out = False
+        self.is_drawn_out = self.is_resized = False
 
     def count_samples(self, loader: DataLoader) -> None:
         """Copy the number of consumed samples from a `tr.DataLoader`.

@@ -135,6 +135,8 @@ class Restorer:
         self.seed = load_content(
             content, self.directory, self.contents, self.pos, seed=self.seed, lr_scaling=self.lr_scaling
         )
+        if self.pos.items:
+            self.contents.note_committed()
         self._opener.call_hooks(self.pos.step, self.load_hooks)
         self.contents.parts.restore_random_states()  # undo what the hooks drew
 
@@ -170,17 +172,23 @@ def exit_without_restart(channel: AgentChannel | None) -> Iterator[None]:
 
 
 def require_only_state(
-    restored: Container[tuple[Path | None, str]], directory: Path, run: str, channel: AgentChannel | None
+    restored: Container[tuple[Path | None, str]],
+    directory: Path,
+    run: str,
+    channel: AgentChannel | None,
+    page: ControlPage | None,
 ) -> tuple[Path | None, str]:
     """Return (directory, run) of a State; RuntimeError if this process has restored another State with the same.
 
-    Under an agent the directory is None: a job has one State.
+    Under an agent the directory is None: a job has one State. Nor may another process of the rank have restored one, as
+    where each fold has a process of its own.
     """
     identity = (directory.resolve() if channel is None else None), run
-    if identity in restored:
+    if identity in restored or (channel is not None and page is not None and page.restored):
+        who = "this process" if identity in restored else "another process of this rank"
         where = f"in {directory}" if channel is None else "and a job has one"
         raise RuntimeError(
-            f"this process has restored a State already, {where}: this one would begin with what that one saved. "
+            f"{who} has restored a State already, {where}: this one would begin with what that one saved. "
             "Give all objects to one State; let trainings that follow each other run as jobs of their own"
             + (", or give each State a checkpoint_dir of its own" if channel is None else "")
         )
@@ -242,6 +250,8 @@ def load_content(
         factor = factor_of(lr_scaling, content["world_size"], world_size())
         rescale(contents.of_type(Optimizer), contents.of_type(LRScheduler), factor)
     pos.load(content["position"])
+    if content["world_size"] != world_size():
+        pos.item, pos.is_resized = "", True  # a rank may draw other items now
     holds = content["seed"] if seed is None else seed
     contents.parts.load(content["ranks"], rank(), world_size(), seed=holds, step=pos.step)
     return int(holds)

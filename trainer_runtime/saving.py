@@ -7,18 +7,23 @@ was left out before the shards were written is saved on no rank, and all ranks m
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import world_size
 from trainer_runtime.exchange import script_line
-from trainer_runtime.hostcopy import HostCopier
+from trainer_runtime.hostcopy import HostCopier, is_ordinary
 from trainer_runtime.manifest import SHARDS, require_private_name, stem_of
 from trainer_runtime.phases import runtime_phase
 from trainer_runtime.position import NOT_SAVED
+from trainer_runtime.structure import take_apart
 from trainer_runtime.values import as_numbers
 from trainer_runtime.writer import SAVE_ERRORS, warn_not_saved
 
@@ -57,6 +62,8 @@ class Saver:
     """For the agreement on where shards are written; None: nothing is sharded."""
     _attempt: tuple[tuple[int, int], int] = field(default=((0, 0), 0), init=False)
     """The last attempt: its step and save, and the number of attempts at these."""
+    _written: bytes = field(default=b"", init=False)
+    """The mark of the state that was handed to the writer last."""
 
     def check(self) -> None:
         """Raise TypeError, with the name, if something could not be loaded back."""
@@ -73,11 +80,9 @@ class Saver:
         if self.writer is not None and self.writer.is_busy():
             warn(
                 f"step {pos.step} was NOT saved: step {pos.saved[0]} still waits to be committed, because the agent "
-                "cannot reach etcd; the next save is due as usual"
+                "cannot reach etcd, or cannot read a record of the job there; the next save is due as usual"
             )
-            self.exchange.skip(pos.at)
-            self._count_attempt()
-            self._propose_shard_dir(_NOWHERE)
+            self._leave_out()
             return False
         try:
             self._begin(handoff)
@@ -88,13 +93,22 @@ class Saver:
         return True
 
     @runtime_phase("save")
-    def save(self) -> None:
-        """Save and wait until it is done; raises as `State.save`."""
+    def save(self, *, only_if_changed: bool = False) -> None:
+        """Save and wait until it is done; raises as `State.save`.
+
+        Args:
+            only_if_changed: this step was saved before with another `save`. Leave it at that if nothing has changed;
+                rank 0 decides, and the others hand over their parts in any case.
+        """
         if self.writer is None:
             self._begin(0)
             return
         try:
             self.writer.finish()
+            if only_if_changed and self.messages is None and self._written == self._mark():
+                self._leave_out()
+                self.pos.saved = self.pos.at
+                return
         except SAVE_ERRORS:
             if self.messages is not None and self.pos.saved == self.pos.at:
                 raise  # the other ranks have written their shards of this step and regard it as saved
@@ -118,6 +132,21 @@ class Saver:
         except SAVE_ERRORS:  # reported when it happened
             self._try_again()
             return False
+
+    def _leave_out(self) -> None:
+        """On rank 0: do not save this step, although the other ranks hand over their parts."""
+        self.exchange.skip(self.pos.at)
+        self._count_attempt()
+        self._propose_shard_dir(_NOWHERE)
+
+    def _mark(self) -> bytes:
+        """On rank 0: return a value that differs once a value, a schedule, a random state or a tensor has changed."""
+        packet = io.BytesIO()
+        torch.save([self.contents.read_light(), self.contents.parts.read()], packet)
+        leaves = take_apart(self.contents.read()).leaves
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor) and is_ordinary(each)]
+        versions = [(each.data_ptr(), each._version) for each in tensors if not each.is_inference()]  # noqa: SLF001 - no public name
+        return blake2b(b"%b %b" % (packet.getvalue(), repr(versions).encode()), digest_size=16).digest()
 
     def _try_again(self) -> None:
         """Mark this step as not saved, so that it is saved again, if rank 0 can do so without the other ranks."""
@@ -144,6 +173,7 @@ class Saver:
         self.contents.read_checked()
         where = script_line()
         copied = HostCopier().copy({**self.common(), "ranks": [part]})
+        self._written = self._mark()
         own = copied["ranks"]
         try:
             writer.write(

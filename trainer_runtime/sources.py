@@ -12,13 +12,14 @@ import io
 import sys
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.dist import is_main
 from trainer_runtime.parts import is_stateful_loader
-from trainer_runtime.values import read_state
+from trainer_runtime.values import is_equal, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 _END: Any = object()
+
+_MOST_INDICES = 64
+"""Most indices in an item whose text is noted."""
 
 
 class Sources:
@@ -46,6 +50,8 @@ class Sources:
         self._pos = pos
         self._loaders = [each for each in contents.of_type(object) if is_own_loader(each)]
         self._fault = ""
+        self._at_commit: dict[str, Any] | None = None
+        """The state at the first commit of this process, until the next item is drawn."""
 
     def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet, and count them.
@@ -60,17 +66,22 @@ class Sources:
         pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
         before = self._fingerprints() if pos.due == 0 else {}
+        places = {loader: loader.state_dict() for loader in self._loaders} if named is None and pos.items else {}
         if is_own_loader(named):
             pos.loader = named
-            beginning = _begun_within([named], epoch, pos.samples)
+            beginning = _begun_within({named: epoch}, pos.samples)
         else:  # the items may come from one of these loaders through a wrapper
-            beginning = _begun_within(self._loaders, epoch, 0)
+            # One that a chain begins late counts its own epochs: there the saved number holds.
+            own = {each: place["epoch"] for each, place in places.items() if place["samples"]}
+            beginning = _begun_within({each: own.get(each, epoch) for each in self._loaders}, 0)
         with beginning as begun:
             iterator = iter(items)
-            if named is None:
-                next(islice(iterator, pos.items, pos.items), None)
+            if named is None and pos.items:
+                own_place = {each: place for each, place in places.items() if place["samples"]}
+                _drop(iterator, pos, type(items).__name__, own_place if pos.is_resized else {})
+                _warn_of_other_place(places)
             if pos.items:
-                self._contents.parts.restore_random_states()
+                self._return_to_committed()
             pos.drawn = pos.items
             item = next(iterator, _END)
         pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)
@@ -78,7 +89,10 @@ class Sources:
             self._fault = self._find_fault(before, named, items)
         while item is not _END:
             pos.drawn += 1
+            pos.item = _name_of(item)
             yield item
+            if self._at_commit is not None:
+                self._check_after_commit(self._at_commit)
             item = next(iterator, _END)
         pos.is_drawn_out = True
 
@@ -97,6 +111,27 @@ class Sources:
                     "after a restart it would begin anew; give it to State"
                 )
 
+    def note_commit(self) -> None:
+        """Note the state at a commit, to see whether the script still changes it before it draws the next item."""
+        if self._pos.drawn:
+            self._at_commit = {**self._contents.copy_light(), **self._contents.versions()}
+
+    def note_save(self) -> None:
+        """Note that what was changed since the last commit is saved."""
+        self._at_commit = None
+
+    def _check_after_commit(self, noted: dict[str, Any]) -> None:
+        """Print a line where the script changes the state between a commit and the next item."""
+        self._at_commit = None
+        now = {**self._contents.read_light(), **self._contents.versions()}
+        changed = [name for name, was in noted.items() if not is_equal(was, now[name])]
+        if changed and is_main():
+            warn(
+                f"State's {', '.join(changed)} changed between commit() and the next item: a restart at that commit "
+                "leaves the change out, because the code after it does not run again. Change it before commit(), or "
+                "call state.save() after it"
+            )
+
     def check_closed(self) -> None:
         """Check that the beginning of the next epoch is known for each loader that is drawn from beside `steps`.
 
@@ -110,6 +145,16 @@ class Sources:
                     "is within an epoch: it is unknown whether the next epoch continues there or begins anew. Draw "
                     "from loader.endless() to continue, or delete the iterator (del) before save() to begin anew"
                 )
+
+    def _return_to_committed(self) -> None:
+        """Undo what the epoch's body, which has begun again, did to the state before its steps."""
+        changed = self._contents.return_to_committed()
+        if changed and is_main():
+            warn(
+                f"the body of epoch {self._pos.epoch} changed State's {', '.join(changed)} before state.steps(), as it "
+                "had done before the restart; the committed state is kept"
+            )
+        self._contents.parts.restore_random_states()
 
     def _require_saved(self, source: object, *, is_named: bool) -> object | None:
         """Return the source if it resumes by itself, else None."""
@@ -144,6 +189,68 @@ class Sources:
         return ""
 
 
+def _drop(iterator: Iterator[object], pos: Position, kind: str, places: dict[DataLoader, dict[str, Any]]) -> None:
+    """Draw and drop the committed items.
+
+    Args:
+        iterator: the items.
+        pos: the position, whose number of items becomes that of this world.
+        kind: name of the items' type, for messages.
+        places: in a world of another size, where an item has another number of samples: the saved positions of the
+            loaders that the items may come from. If one does, items are dropped until it has arrived there.
+    """
+    dropped, last = 0, None
+    while not (_have_arrived(places) if any(each.is_within_epoch for each in places) else dropped == pos.items):
+        last = next(iterator, _END)
+        if last is _END:
+            break
+        dropped += 1
+    if any(each.is_within_epoch for each in places):
+        pos.items = dropped
+    if not is_main():
+        return
+    if dropped < pos.items:
+        warn(
+            f"state.steps() was given a {kind} of {dropped} items in an epoch of which {pos.items} are committed, so "
+            "the epoch ends here: the source has become shorter, or its length depends on the number of ranks, which a "
+            "tr.DataLoader allows"
+        )
+    elif "" not in (name := _name_of(last), pos.item) and name != pos.item:
+        warn(
+            f"item {pos.items} of epoch {pos.epoch} was {pos.item} when it was committed, and is {name} now: the "
+            "source has another order than before the restart, so some items are left out and others come twice. Let "
+            "the order depend only on a seed and the epoch"
+        )
+
+
+def _have_arrived(places: dict[DataLoader, dict[str, Any]]) -> bool:
+    """Return whether each of the loaders that has begun has yielded the last batch of its last committed step."""
+    begun = [(loader, place["samples"]) for loader, place in places.items() if loader.is_within_epoch]
+    return all(loader.samples >= samples and loader.ends_step for loader, samples in begun)
+
+
+def _name_of(item: object) -> str:
+    """Return a text that tells a plain item, an index for instance, from others; empty for any other item."""
+    if type(item) in {int, str}:
+        return f"{item!r:.64}"
+    if isinstance(item, list | tuple) and len(item) <= _MOST_INDICES and all(type(each) is int for each in item):
+        return repr(item)
+    return ""
+
+
+def _warn_of_other_place(places: dict[DataLoader, dict[str, Any]]) -> None:
+    """Print a line where a loader behind a wrapper is not at its saved position, as in a world of another size."""
+    for loader, place in places.items():
+        epoch, samples = place["epoch"], place["samples"]
+        if loader.is_within_epoch and loader.state_dict()["epoch"] == epoch and loader.samples != samples and is_main():
+            what = "left out" if loader.samples > samples else "repeated"
+            warn(
+                f"the DataLoader of {type(loader.dataset).__name__} is at sample {loader.samples} of epoch {epoch}, "
+                f"{samples} were committed: the samples between are {what}. An item has another number of "
+                "samples in this world, or an iterator outlives the epoch. Give the loader itself to state.steps()"
+            )
+
+
 def is_own_loader(thing: object) -> TypeGuard[DataLoader]:
     """Return whether `thing` is a `tr.DataLoader`."""
     module = sys.modules.get("trainer_runtime.data")  # not imported: nothing can be one
@@ -157,15 +264,15 @@ def under_way() -> list[DataLoader]:
 
 
 @contextmanager
-def _begun_within(loaders: list[DataLoader], epoch: int, done: int) -> Iterator[list[DataLoader]]:
-    """Make the loaders that begin within the block begin after `done` samples of that epoch; others are unchanged.
+def _begun_within(epochs: dict[DataLoader, int], done: int) -> Iterator[list[DataLoader]]:
+    """Make the loaders that begin within the block begin after `done` samples of their epoch; others are unchanged.
 
     Yields:
         A list that contains, at the end, the loaders that began.
     """
     begun: list[DataLoader] = []
     with ExitStack() as stack:
-        for loader in loaders:
+        for loader, epoch in epochs.items():
             stack.enter_context(loader.beginning_at(epoch, done, begun))
         yield begun
 

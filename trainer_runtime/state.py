@@ -4,8 +4,8 @@ A step is one optimizer step. `commit()` ends it, on every rank, after the optim
 committed steps count: the position in the data is the number of items drawn (for a `tr.DataLoader`, of samples
 consumed) at the last commit, so a step that was interrupted is replayed with the same items.
 
-Saves are scheduled by step count, so all ranks know without communication when one is due; rank 0 writes. A step is
-saved once.
+Saves are scheduled by step count, so all ranks know without communication when one is due; rank 0 writes. A step that
+was saved is saved again only by `save()`, and only if the state was changed since.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch import nn
 
 from trainer_runtime import contract
 from trainer_runtime.agent_channel import milestones, open_channel
+from trainer_runtime.checkpoint import warn
 from trainer_runtime.contents import Contents
-from trainer_runtime.dist import open_control_page
+from trainer_runtime.dist import is_main, open_control_page
+from trainer_runtime.exchange import script_line
 from trainer_runtime.finite import FiniteGuard
 from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.manifest import require_run_name
@@ -131,6 +133,9 @@ class State:
         self._handoff: HandoffParticipant | None = None
         self._handled_handoff = 0  # number of the newest handoff that this rank stopped for
         self._should_stop = False
+        self._has_warned_of_no_item = False
+        self._saved_step = -1
+        """The step of the newest save that all ranks have begun, successful or not."""
 
     @property
     def step(self) -> int:
@@ -209,7 +214,7 @@ class State:
         if self._saver is not None:
             return
         with exit_without_restart(self._channel):
-            identity = require_only_state(State._restored, self._directory, self._run, self._channel)
+            identity = require_only_state(State._restored, self._directory, self._run, self._channel, self._page)
         with runtime_phase("restore"):
             self._restore(turn=len(State._restored) + 1)
         State._restored.add(identity)
@@ -243,7 +248,8 @@ class State:
 
         The body of an interrupted epoch begins with the random states that it began with before, so an order that it
         draws before `steps` is the same. From the first uncommitted item on, the random states are those of the last
-        commit.
+        commit, and so are the values, the schedules and the options of optimizers in State: what the body does to them
+        before `steps` counts once.
 
         Args:
             total: number of epochs of the whole training.
@@ -251,6 +257,11 @@ class State:
         self.restore()
         expect_steps(are_due=True)
         is_trained = self._pos.epoch >= total
+        if is_trained and self._streamed_epoch is None and self._pos.step and is_main():
+            warn(
+                f"no step is left to make: all {total} epochs are trained already, in {self._pos.step} steps; to train "
+                "anew start with --fresh, or with another checkpoint directory"
+            )
         while self._pos.epoch < total:
             self._begin_epoch()
             yield self._pos.epoch
@@ -258,6 +269,7 @@ class State:
         expect_steps(are_due=False)
         if not is_trained:
             self._pos.save += 1  # the last epoch's body may have changed the state after its last commit
+        self._saved_step = self._pos.step
         self._require_restored().save()
 
     def steps(self, items: Iterable[Item], *, source: object = None) -> Iterator[Item]:
@@ -289,7 +301,7 @@ class State:
             self.settle()
 
     def commit(self, **metrics: float | torch.Tensor) -> None:
-        """End a step. Call it on every rank after each optimizer step.
+        """End a step. Call it on every rank, once per item or group of items, after all of its optimizer steps.
 
         If no save is due this takes about a microsecond: no system call, no collective, no device synchronization.
 
@@ -312,6 +324,8 @@ class State:
             pos.count_samples(pos.loader)
         if pos.beside:
             pos.check_beside()
+        if pos.items == pos.drawn and pos.items:
+            self._warn_of_no_item()
         pos.step = step = pos.step + 1
         pos.save = 0
         pos.items = pos.drawn
@@ -337,9 +351,10 @@ class State:
     def save(self) -> None:
         """Save durably and wait until the checkpoint is committed. Call it on every rank.
 
-        Within the loop over an epoch's items this saves the last committed step, unless it is saved already; call it
-        right after the commit. After that loop has ended, this saves the present state and closes the epoch: a restart
-        from here begins the next epoch, and the rest of this one's body does not run again.
+        Within the loop over an epoch's items this saves the last committed step as it is now, also if its commit has
+        saved it and State was changed since; a restart begins with the next item. After that loop has ended, this saves
+        the present state and closes the epoch: a restart from here begins the next epoch, and the rest of this one's
+        body does not run again.
 
         If this group is no longer the current one, nothing is saved, and a line on stderr says so.
 
@@ -355,20 +370,27 @@ class State:
             with exit_without_restart(self._channel):
                 self._sources.check_closed()
             self._pos.save += 1
-        self._saver.save()
+            self._saver.save()
+            return
+        self._sources.note_save()
+        is_saved_again = self._saved_step == self._pos.step
+        self._pos.save += is_saved_again
+        self._saved_step = self._pos.step
+        self._saver.save(only_if_changed=is_saved_again)
 
     def _do_due_work(self) -> None:
         pos, saver = self._pos, self._require_restored()
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and involves only rank 0.
             saver.check()
+            self._sources.note_commit()
         with exit_without_restart(self._channel):
             self._sources.check()
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel
             self._channel.report_first_step(pos.step)
             self._channel.release_restored_snapshot()
         if pos.step // self._save_every > pos.last_due // self._save_every:  # at once, if the last group missed one
-            pos.last_due = pos.step
+            pos.last_due = self._saved_step = pos.step
             saver.save_if_free()
         pos.due = (pos.step // self._save_every + 1) * self._save_every
         if self._snapshots is not None:
@@ -376,11 +398,21 @@ class State:
                 self._snapshots.take(pos.step)
             pos.due = min(pos.due, self._snapshots.due)
 
+    def _warn_of_no_item(self) -> None:
+        if not self._has_warned_of_no_item and is_main():
+            warn(
+                f"commit() at {script_line()} ends a step, and no item was drawn from state.steps() since the last "
+                "one: a restart between the two leaves out a step or makes one twice. Commit once per item, after all "
+                "of its optimizer steps, and draw no items ahead"
+            )
+        self._has_warned_of_no_item = True
+
     def _handle_handoff(self, number: int) -> None:
         """Save and leave if this is the step at which all ranks stop for the requested handoff."""
         if self._saver is None or self._handoff is None or not self._handoff.should_stop_after(self._pos.step):
             return
         self._handled_handoff = number
+        self._saved_step = self._pos.step
         if self._handoff.save_and_wait(self._pos.step, self._take_handoff_snapshot, self._saver.save_for_handoff):
             self._should_stop = True
             if self._leave_on_handoff:

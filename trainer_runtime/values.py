@@ -10,6 +10,7 @@ import io
 import math
 import sys
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -85,50 +86,196 @@ def require_loadable(name: str, value: object) -> None:
         )
 
 
-def restore_value(path: str, given: object, saved: object) -> object:
+class RestoredMemory:
+    """What a restore has written already, so that nothing is written twice with different content.
+
+    A script may give one object under several names (`[zeros] * 3`, or `best=net.state_dict()`, whose tensors are the
+    model's) and replace them later. Then the checkpoint has different values for what is still one object at a restart.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, list[torch.Tensor]] = {}
+        """The tensors that were restored, by storage."""
+        self._containers: dict[int, tuple[object, object]] = {}
+        """By identity: a list, dict, set or bytearray that was restored, and its saved value."""
+
+    def add(self, state: object) -> None:
+        """Note all tensors in an object's state."""
+        if isinstance(state, torch.Tensor):
+            self._add(state)
+        elif isinstance(state, dict | list | tuple):
+            for part in state.values() if isinstance(state, dict) else state:
+                self.add(part)
+
+    def write(self, given: torch.Tensor, saved: torch.Tensor) -> bool:
+        """Copy `saved` into `given`. If that would change a tensor that was restored before, do nothing: False."""
+        with torch.no_grad():
+            shared = [each for each in self._beside(given) if _overlap(each, given)]
+            if not shared:
+                given.copy_(saved)
+                self._add(given)
+                return True
+            before, kept = given.clone(), [each.clone() for each in shared]
+            given.copy_(saved)
+            if not all(map(_is_same, shared, kept)):
+                given.copy_(before)
+                return False
+            self._add(given)
+            return True
+
+    def may_fill(self, given: object, saved: object) -> bool:
+        """Return whether this container was not filled yet, or with the same; note that it is filled now."""
+        _, earlier = self._containers.setdefault(id(given), (given, saved))
+        return earlier is saved or is_equal(earlier, saved)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if _has_storage(tensor):
+            self._tensors.setdefault(_storage(tensor), []).append(tensor)
+
+    def _beside(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self._tensors.get(_storage(tensor), []) if _has_storage(tensor) else []
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_sharded(tensor) and tensor.numel() > 0
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - a data pointer may belong to any device
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage may have elements in common."""
+    (first, last), (begin, end) = _extent(one), _extent(other)
+    return first < end and begin < last
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage between the first and the last element of a tensor."""
+    size, first = tensor.element_size(), int(tensor.storage_offset())
+    last = first + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * size, int(last + 1) * size
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape have the same elements; NaN counts as equal to NaN."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def is_equal(one: object, other: object) -> bool:
+    """Compare plain values that may contain tensors; NaN counts as equal to NaN."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and _is_same(one.cpu(), other.cpu())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_equal(part, other[key]) for key, part in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor) or type(one) is not type(other):
+        return False
+    return bool(one == other or (one != one and other != other))  # noqa: PLR0124 - true of NaN only
+
+
+def restore_value(path: str, given: object, saved: object, memory: RestoredMemory) -> object:
     """Return the saved value, in the script's own object if that can change in place.
 
-    A list, dict or tensor that was given to State keeps its identity, and a tensor its device, so that the script also
-    reads the restored value under its own names. This holds for nested values too. A value that was given as anything
-    else, None for instance, is replaced.
+    A list, dict, set, bytearray or tensor that was given to State keeps its identity, and a tensor its device, so that
+    the script also reads the restored value under its own names. This holds for nested values too. A value that was
+    given as anything else, None for instance, is replaced; so is an object that was restored already with another
+    content.
 
     Args:
         path: the value's name, for messages.
         given: the value that the script gave to State.
         saved: the value in the checkpoint or snapshot.
+        memory: what was restored before.
 
     Raises:
-        ValueError: a list, dict or tensor was given, and the saved value has another type, or the saved tensor another
-            shape or dtype.
+        ValueError: an object that can change in place was given, and the saved value has another type, or the saved
+            tensor another shape or dtype.
     """
     if isinstance(given, torch.Tensor):
         if not isinstance(saved, torch.Tensor) or (given.shape, given.dtype) != (saved.shape, saved.dtype):
             raise _other_value(path, given, saved)
-        with torch.no_grad():
-            given.copy_(saved)
-        return given
-    if isinstance(given, dict):
-        if not isinstance(saved, dict):
-            raise _other_value(path, given, saved)
-        restored = {key: _restore_part(f"{path}[{key!r}]", given, key, value) for key, value in saved.items()}
-        given.clear()
-        given.update(restored)
-        return given
-    if isinstance(given, list):
-        if not isinstance(saved, list):
-            raise _other_value(path, given, saved)
-        own = dict(enumerate(given))
-        given[:] = [_restore_part(f"{path}[{index}]", own, index, value) for index, value in enumerate(saved)]
-        return given
+        return given if memory.write(given, saved) else saved.to(given.device)
+    for kind in _FILLED:
+        if isinstance(given, kind):
+            if not isinstance(saved, kind):
+                raise _other_value(path, given, saved)
+            if not memory.may_fill(given, saved):
+                return saved
+            return _fill(path, given, saved, memory)
     if isinstance(given, tuple) and isinstance(saved, tuple) and len(given) == len(saved):
         parts = enumerate(zip(given, saved, strict=True))
-        return tuple(restore_value(f"{path}[{index}]", *both) for index, both in parts)
+        return tuple(restore_value(f"{path}[{index}]", *both, memory) for index, both in parts)
     return saved
 
 
-def _restore_part(path: str, given: dict[Any, object], key: object, saved: object) -> object:
+_FILLED = (dict, list, set, bytearray)
+"""Types, other than tensors, of values that change in place."""
+
+
+def _fill(path: str, given: Any, saved: Any, memory: RestoredMemory) -> object:  # noqa: ANN401 - of the same kind
+    if isinstance(given, dict):
+        restored = {key: _restore_part(f"{path}[{key!r}]", given, key, value, memory) for key, value in saved.items()}
+        given.clear()
+        given.update(restored)
+    elif isinstance(given, list):
+        own = dict(enumerate(given))
+        given[:] = [_restore_part(f"{path}[{index}]", own, index, value, memory) for index, value in enumerate(saved)]
+    elif isinstance(given, set):
+        given.clear()
+        given.update(saved)
+    else:
+        given[:] = saved
+    return given
+
+
+def _restore_part(path: str, given: dict[Any, object], key: object, saved: object, memory: RestoredMemory) -> object:
     """Return an element of a list or dict; one that the script did not give has no object to restore into."""
-    return restore_value(path, given[key], saved) if key in given else saved
+    return restore_value(path, given[key], saved, memory) if key in given else saved
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a value that the script gave to State must be like, to be restored in the script's own objects."""
+
+    kind: type
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    parts: tuple[tuple[Any, Outline], ...] = ()
+    """Of the elements that change in place, by key or index."""
+
+    def find_other(self, path: str, value: object) -> str:
+        """Return why `value` could not be restored into what the script gave; empty if it could."""
+        if not isinstance(value, self.kind):
+            return _cannot_change(path, f"a {self.kind.__name__}", value)
+        if isinstance(value, torch.Tensor):
+            is_alike = (value.shape, value.dtype) == (self.shape, self.dtype)
+            return "" if is_alike else _cannot_change(path, _describe_tensor(self.shape, self.dtype), value)
+        if isinstance(value, dict | list):
+            own = value if isinstance(value, dict) else dict(enumerate(value))
+            found = (part.find_other(f"{path}[{key!r}]", own[key]) for key, part in self.parts if key in own)
+            return next(filter(None, found), "")
+        return ""
+
+
+def outline(given: object) -> Outline | None:
+    """Return the outline of a value that changes in place; None of any other."""
+    if isinstance(given, torch.Tensor):
+        return Outline(torch.Tensor, given.shape, given.dtype)
+    for kind in _FILLED:
+        if isinstance(given, kind):
+            items = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list) else ()
+            parts = ((key, outline(part)) for key, part in items)
+            return Outline(kind, parts=tuple((key, part) for key, part in parts if part is not None))
+    return None
+
+
+def _cannot_change(path: str, given: str, value: object) -> str:
+    return (
+        f"State cannot save {path}: the script gave {given}, and it is {_describe(value)} now, which could not be "
+        "restored in place; keep type and shape, or give None at first and use the value as an attribute of State"
+    )
 
 
 def _other_value(path: str, given: object, saved: object) -> ValueError:
@@ -141,8 +288,12 @@ def _other_value(path: str, given: object, saved: object) -> ValueError:
 
 def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+        return _describe_tensor(value.shape, value.dtype)
     return f"a {type(value).__name__}"
+
+
+def _describe_tensor(shape: torch.Size | None, dtype: torch.dtype | None) -> str:
+    return f"a tensor of shape {tuple(shape or ())} and {str(dtype).removeprefix('torch.')}"
 
 
 def is_sharded(value: object) -> bool:

@@ -18,28 +18,34 @@ from pathlib import Path
 
 import click
 
+from agent.local_etcd.known_jobs import known_jobs
+
 _FINISHED = "finished"
 _DIGITS = 8
 _claims: dict[int, Path] = {}
 """Lock files that this process holds, by file descriptor."""
 
 
-def claim_job_id(command: Sequence[str], log_dir: Path) -> str:
+def claim_job_id(command: Sequence[str], log_dir: Path, *, has_own_place: bool = False) -> str:
     """Return the job id of this command line in this directory, and lock it against other agents.
+
+    A job that runs with another `log_dir` is known by its note, which lies in no directory of the job.
 
     Args:
         command: the script and its arguments.
         log_dir: where the lock file is made, beside the job's logs.
+        has_own_place: the user has chosen the directory of the checkpoints, so that a finished job goes on there.
     """
     identity = json.dumps([os.getcwd(), *command]).encode(errors="surrogateescape")  # noqa: PTH109 - with its symbolic links
     stem = f"standalone-{hashlib.sha256(identity).hexdigest()[:_DIGITS]}"
     number = finished = 0
+    running = {each.job.job_id for each in known_jobs() if each.is_alive}
     while True:
         number += 1
         job_id = stem if number == 1 else f"{stem}-{number}"
-        if _is_finished(job_id):
+        if not has_own_place and _is_finished(job_id):
             finished = number
-        elif _try_lock(log_dir / f".{job_id}.lock"):
+        elif job_id not in running and _try_lock(log_dir / f".{job_id}.lock"):
             break
     if number > 1:
         why = "finished, so this one begins anew" if finished == number - 1 else "runs, so this one is another job"

@@ -12,6 +12,7 @@ import pytest
 from agent.cli import standalone
 from agent.cli.rendezvous import Rendezvous, read_rendezvous
 from agent.errors import ConfigError
+from agent.local_etcd.known_jobs import JobNote, KnownJob
 
 NOTHING: dict[str, Any] = {
     **dict.fromkeys(("elastic_server", "job_id", "np", "ips", "ctrl_port", "node_id", "address")),
@@ -100,6 +101,30 @@ def test_a_lock_on_a_removed_file_is_not_accepted(tmp_path: Path, monkeypatch: p
     assert standalone._try_lock(path)
     assert path.exists()
     assert not standalone._try_lock(path)
+
+
+def test_with_chosen_checkpoints_a_finished_one_goes_on_there_and_says_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = meet().job.job_id
+    let_go()
+    (tmp_path / "checkpoints" / first).mkdir(parents=True)
+    standalone.note_finished(first)
+    assert meet(checkpoint_dir="/elsewhere").job.job_id == first
+    assert capsys.readouterr().err == ""
+
+
+def test_one_that_runs_with_another_log_directory_is_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    first = meet().job.job_id
+    note = JobNote(KnownJob(job_id=first, endpoints=(), is_private=True, directory="/", log_dir="/log", began_at=1.0))
+    assert meet(log_dir="other").job.job_id == f"{first}-2"
+    let_go()
+    note.close()
+    assert meet(log_dir="other").job.job_id == first
 
 
 def test_where_no_lock_can_be_made_the_line_is_the_job_all_the_same(tmp_path: Path) -> None:

@@ -257,3 +257,123 @@ def test_a_save_that_closes_the_epoch_wants_to_know_where_a_second_loader_begins
             state.save()
         del others
         state.save()
+
+
+@pytest.mark.parametrize("is_begun_first", [False, True])
+@pytest.mark.parametrize("stop_at", [2, 6, 8])
+def test_a_script_may_set_the_epoch_of_its_loaders_in_each_epoch(
+    tmp_path: Path, stop_at: int, *, is_begun_first: bool
+) -> None:
+    """As with a DistributedSampler: a restored position within that epoch stays."""
+
+    def run(directory: Path, stop_at: int | None) -> list[tuple[list[int], list[int]]]:
+        first, second, drawn = loader(1), loader(2, 30), []
+        state = tr.State(checkpoint_dir=directory, first=first, second=second, save_every=1)
+        for epoch in state.epochs(2):
+            first.set_epoch(epoch)
+            others = iter(second) if is_begun_first else None
+            second.set_epoch(epoch)
+            others = others or iter(second)
+            for one in state.steps(first):
+                drawn.append((one.tolist(), next(others).tolist()))
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    whole = run(tmp_path / "whole", None)
+    assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
+
+
+@pytest.mark.parametrize(("sizes", "what"), [((1, 2), "left out"), ((2, 1), "repeated"), ((1, 1), "")])
+def test_a_wrapped_loader_whose_items_have_other_samples_than_before_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: tuple[int, int], what: str
+) -> None:
+    """As in a world of another size, where a step has another number of micro-batches."""
+    for size in sizes:
+        data = loader(1, micro_batch=size)
+        state = tr.State(checkpoint_dir=tmp_path, data=data, save_every=1)
+        for _ in itertools.islice(state.epochs(1), 1):
+            for _, _ in state.steps(enumerate(data)):
+                if data.ends_step:
+                    state.commit()
+                if state.step == 2:
+                    break
+        state.save()
+    said = capsys.readouterr().err
+    assert said.count("were committed: the samples between are ") == bool(what)
+    assert what in said
+
+
+@pytest.mark.parametrize("stop_at", [4, 8, 11])
+def test_a_loader_that_a_chain_begins_in_some_epochs_only_keeps_its_own_count(tmp_path: Path, stop_at: int) -> None:
+    def run(directory: Path, stop_at: int | None) -> list[list[int]]:
+        first, second, drawn = loader(1, 6), loader(2, 6), []
+        state = tr.State(checkpoint_dir=directory, first=first, second=second, save_every=1)
+        for epoch in state.epochs(4):
+            for batch in state.steps(itertools.chain(first, second) if epoch % 2 else first):
+                drawn.append(batch.tolist())
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    whole = run(tmp_path / "whole", None)
+    assert len(whole) == 18
+    assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
+
+
+@pytest.mark.parametrize("kind", ["the same", "batches", "none", "another"])
+def test_a_source_with_another_order_than_before_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """For instance one list that is shuffled again in place in each epoch, or an iterator that outlives an epoch."""
+    orders: list[list[Any]] = {
+        "the same": [[3, 1, 2]] * 2,
+        "batches": [[[3, 1], [2], [0, 4]], [[3, 1], [4], [0, 2]]],
+        "none": [[torch.zeros(1)] * 3, [torch.ones(1)] * 3],
+        "another": [["c", "a", "b"], ["c", "b", "a"]],
+    }[kind]
+    for order in orders:
+        state = tr.State(checkpoint_dir=tmp_path, save_every=1)
+        for _ in itertools.islice(state.epochs(1), 1):
+            for _ in state.steps(order):
+                state.commit()
+                if state.step >= 2:
+                    break
+        state.save()
+    said = capsys.readouterr().err
+    wanted = {
+        "batches": "item 2 of epoch 0 was [2] when it was committed, and is [4]",
+        "another": "was 'a' when it was",
+    }
+    assert ("another order than before" in said) == (kind in wanted)
+    assert wanted.get(kind, "") in said
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("wrap", [enumerate, zip], ids=["enumerate", "zip"])
+def test_in_another_world_a_wrapped_loader_goes_on_at_the_committed_sample(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sizes: tuple[int, int],
+    wrap: Callable[[Iterable[Any]], Iterable[Any]],
+) -> None:
+    """A step has another number of micro-batches there; the size of a micro-batch stands in for that of the world."""
+    drawn: list[int] = []
+    for size, stop_at in zip(sizes, (2, 6), strict=True):
+        data = loader(1, micro_batch=size)
+        state = tr.State(checkpoint_dir=tmp_path, data=data, save_every=1)
+        for _ in itertools.islice(state.epochs(1), 1):
+            state._pos.is_resized = state.step > 0
+            for _item in state.steps(wrap(data)):
+                drawn += data.indices
+                if data.ends_step:
+                    state.commit()
+                if state.step == stop_at:
+                    break
+        state.save()
+    assert sorted(drawn) == [*range(12)]
+    assert "the samples between" not in capsys.readouterr().err

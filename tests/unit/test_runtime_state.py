@@ -126,6 +126,85 @@ def test_a_value_of_another_kind_is_refused(tmp_path: Path, saved: object, given
         new_state(tmp_path, value=given).restore()
 
 
+def test_sets_and_bytes_come_back_in_the_scripts_own_objects(tmp_path: Path) -> None:
+    seen, raw = set[int](), bytearray()
+    state = new_state(tmp_path, seen=seen, raw=raw)
+    state.restore()
+    seen.add(3)
+    raw += b"ab"
+    state.commit()
+    settle(state)
+    seen, raw = set(), bytearray()
+    again = new_state(tmp_path, seen=seen, raw=raw)
+    again.restore()
+    assert (again.seen is seen, again.raw is raw, seen, raw) == (True, True, {3}, b"ab")
+
+
+def test_what_was_one_object_at_the_start_and_is_several_in_the_checkpoint_comes_back_as_several(
+    tmp_path: Path,
+) -> None:
+    """Each was given several times and replaced later, so none may be restored into the others' memory."""
+
+    def parts() -> dict[str, Any]:
+        net, zero = torch.nn.Linear(1, 1, bias=False), torch.zeros(2)
+        torch.nn.init.zeros_(net.weight)
+        best = dict(net.state_dict())
+        return {"net": net, "best": best, "hidden": [zero] * 2, "last": zero, "lists": [[]] * 2, "dicts": ({},) * 2}
+
+    one = parts()
+    state = new_state(tmp_path, **one)
+    state.restore()
+    one["best"]["weight"] = torch.full((1, 1), 7.0)
+    torch.nn.init.ones_(one["net"].weight)
+    one["hidden"][:] = [torch.full((2,), 1.0), torch.full((2,), 2.0)]
+    state.last = torch.full((2,), torch.nan)
+    one["lists"][1] = [1]
+    state.dicts = ({}, {"a": 1})
+    state.commit()
+    settle(state)
+    two = parts()
+    again = new_state(tmp_path, **two)
+    again.restore()
+    assert (two["net"].weight.item(), again.best["weight"].item(), again.best is two["best"]) == (1.0, 7.0, True)
+    assert [each.tolist() for each in again.hidden] == [[1.0, 1.0], [2.0, 2.0]]
+    assert again.last.isnan().all()
+    assert (again.lists, again.dicts) == ([[], [1]], ({}, {"a": 1}))
+
+
+def test_views_of_one_memory_come_back_in_place(tmp_path: Path) -> None:
+    def parts() -> dict[str, Any]:
+        table, net = torch.zeros(4, 4), torch.nn.Linear(2, 1)
+        return {"column": table[:, 1], "table": table, "left": table[0, :2], "net": net, "weight": net.weight}
+
+    one = parts()
+    state = new_state(tmp_path, **one)
+    state.restore()
+    one["table"] += torch.arange(16).view(4, 4)
+    state.commit()
+    settle(state)
+    two = parts()
+    again = new_state(tmp_path, **two)
+    again.restore()
+    assert torch.equal(two["table"], one["table"])
+    assert torch.equal(two["net"].weight, one["net"].weight)
+    assert all(getattr(again, name) is two[name] for name in two)
+
+
+def test_a_value_that_could_not_be_restored_in_place_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    state = new_state(tmp_path, bank=torch.zeros(0, 2), sums={"a": [torch.zeros(1)]})
+    state.restore()
+    state.commit()
+    state.sums["a"].append(torch.zeros(3))
+    state.commit()
+    state.sums["a"][0] = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"cannot save sums\['a'\]\[0\]: .* shape \(1,\) and float32, .* and int64 now"):
+        state.commit()
+    state.sums["a"] = []
+    state.bank = torch.zeros(1, 2)
+    with pytest.raises(TypeError, match=r"cannot save bank: the script gave a tensor of shape \(0, 2\) and float32"):
+        state.commit()
+
+
 def test_objects_come_back_by_their_state(tmp_path: Path) -> None:
     def parts() -> dict[str, Any]:
         model = torch.nn.Linear(2, 1)
@@ -297,6 +376,32 @@ def test_a_save_within_the_loop_or_while_an_error_is_on_its_way_does_not_close_t
     assert (again.step, again.epoch, list(again.steps(range(3)))) == (3, 0, [])
 
 
+@pytest.mark.parametrize("save_every", [1, 1000])
+def test_a_save_within_the_loop_has_what_was_changed_since_the_commit(tmp_path: Path, save_every: int) -> None:
+    """Also if that commit has saved the step. Without a change nothing is written again."""
+    net = torch.nn.Linear(1, 1)
+    state = new_state(tmp_path, save_every=save_every, keep=9, net=net, best_of=[])
+    for _ in islice(state.epochs(1), 1):
+        for item in islice(state.steps(range(9)), 4):
+            state.commit()
+            if item == 1:
+                state.best = 0.5
+                state.save()
+            if item == 2:
+                state.best_of.append(item)
+                state.save()
+                with torch.no_grad():
+                    net.weight.fill_(3)
+            state.save()
+            state.save()
+    wanted = [1, 2, 3, 3, 4] if save_every > 1 else [1, 2, 2, 3, 3, 3, 4]
+    assert steps_saved(tmp_path) == wanted
+    again = new_state(tmp_path, net=torch.nn.Linear(1, 1), best_of=[])
+    again.restore()
+    assert (again.best, again.best_of, again.net.weight.item(), again.step) == (0.5, [2], 3.0, 4)
+    assert list(again.steps(range(9))) == [4, 5, 6, 7, 8]
+
+
 def test_leaving_early_saves_only_on_request(tmp_path: Path) -> None:
     state = new_state(tmp_path, save_every=100)
     for _ in state.epochs(2):
@@ -378,6 +483,96 @@ def test_several_items_in_one_step_are_committed_together(tmp_path: Path) -> Non
     assert (again.step, list(again.steps(range(10)))) == (2, [4, 5, 6, 7, 8, 9])
 
 
+def test_what_the_body_does_to_the_state_before_its_steps_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The body of an interrupted epoch begins again, but its state is that of the last commit."""
+
+    def train(directory: Path, stop_at: int = 0) -> tuple[object, ...]:
+        net = torch.nn.Linear(1, 1)
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+        sums: list[int] = []
+        state = new_state(directory, net=net, opt=opt, schedule=schedule, heat=1.0, running=0, sums=sums, net_seen={0})
+        for epoch in state.epochs(3):
+            opt.step()
+            schedule.step()
+            state.heat *= 0.5
+            state.running = 0
+            state.net_seen.add(epoch)
+            for item in state.steps(range(4)):
+                state.running += item
+                state.commit()
+                if state.step == stop_at:
+                    settle(state)
+                    return ()
+            sums.append(state.running)
+        return state.heat, sums, opt.param_groups[0]["lr"], state.net_seen
+
+    wanted = train(tmp_path / "whole")
+    capsys.readouterr()
+    assert wanted == (0.125, [6, 6, 6], 0.125, {0, 1, 2})
+    train(tmp_path / "again", 6)
+    assert train(tmp_path / "again", 7) == ()
+    assert "epoch 1 changed State's opt, schedule, heat, running before state.steps()" in capsys.readouterr().err
+    assert train(tmp_path / "again") == wanted
+
+
+def test_a_commit_without_an_item_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a restart between the two commits of an item the item counts as done. So does one that was drawn ahead."""
+    state = new_state(tmp_path)
+    for _ in state.epochs(2):
+        for item in state.steps(range(4)):
+            if item != 1:  # two items for a step are fine
+                state.commit()
+    assert "commit()" not in capsys.readouterr().err
+    state = new_state(tmp_path / "twice")
+    for _ in state.epochs(1):
+        for _ in state.steps(range(4)):
+            state.commit()
+            state.commit()
+    assert capsys.readouterr().err.count("no item was drawn from state.steps() since") == 1
+
+
+@pytest.mark.parametrize("way", ["before", "after", "saved", "weights"])
+def test_what_changes_after_the_first_commit_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    """A restart at that commit leaves it out."""
+    net = torch.nn.Linear(1, 1)
+    state = new_state(tmp_path, seen=0, net=net, save_every=1000)
+    for _ in state.epochs(1):
+        for _ in state.steps(range(3)):
+            if way == "before":
+                state.seen += 1
+            state.commit()
+            if way in ("after", "saved"):
+                state.seen += 1
+            if way == "saved":
+                state.save()
+            if way == "weights":
+                with torch.no_grad():
+                    net.weight.clamp_(-1, 1)
+    said = {"after": "State's seen changed between commit()", "weights": "State's net changed between commit()"}
+    err = capsys.readouterr().err
+    assert err.count("between commit() and the next item") == (way in said)
+    assert said.get(way, "") in err
+
+
+def test_a_source_that_has_become_shorter_than_what_is_committed_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = new_state(tmp_path)
+    for _ in islice(state.epochs(1), 1):
+        for _ in islice(state.steps(range(5)), 4):
+            state.commit()
+    settle(state)
+    again = new_state(tmp_path)
+    again.restore()
+    assert list(again.steps(range(3))) == []
+    assert "a range of 3 items in an epoch of which 4 are committed" in capsys.readouterr().err
+
+
 def test_steps_is_used_once_per_epoch(tmp_path: Path) -> None:
     state = new_state(tmp_path)
     for _ in state.epochs(2):
@@ -386,9 +581,11 @@ def test_steps_is_used_once_per_epoch(tmp_path: Path) -> None:
             next(state.steps(range(2)))
 
 
-def test_a_finished_training_takes_no_further_step(tmp_path: Path) -> None:
+def test_a_finished_training_takes_no_further_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_until(new_state(tmp_path), None)
+    assert "no step is left to make" not in capsys.readouterr().err
     assert run_until(new_state(tmp_path), None) == []
+    assert "no step is left to make: all 2 epochs are trained already, in 8 steps" in capsys.readouterr().err
 
 
 def test_hooks_write_and_read_next_to_the_checkpoint(tmp_path: Path) -> None:

@@ -138,6 +138,28 @@ def test_under_an_agent_a_second_state_ends_the_job(
     assert re.search(r"and a job has one: .* run as jobs of their own$", capsys.readouterr().err.strip())
 
 
+@pytest.mark.usefixtures("agent")
+def test_so_does_one_in_another_process_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where each fold of a cross-validation is trained in a child process, which has the page and the channel."""
+    monkeypatch.setattr(tr.State, "_restored", set())
+    tr.State(best=0.0).restore()
+    monkeypatch.setattr(tr.State, "_restored", set())
+    with pytest.raises(SystemExit) as left:
+        tr.State(best=0.0).restore()
+    assert left.value.code == contract.EXIT_NO_RESTART
+    assert "another process of this rank has restored a State already" in capsys.readouterr().err
+
+
+def test_a_child_that_did_not_inherit_the_page_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "anything").open("wb+") as file:
+        file.truncate(1 << 16)
+        monkeypatch.setenv(contract.CONTROL_FD, str(file.fileno()))
+        with pytest.raises(RuntimeError, match=r"which is not the agent's page here: .* start that one without"):
+            tr.State(best=0.0)
+
+
 def test_without_one_so_is_one_that_would_begin_with_what_another_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +206,7 @@ def answer_to(agent: FakeAgent) -> str:
 
 
 def test_a_checkpoint_that_cannot_be_read_is_reported_to_the_agent(
-    agent: FakeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    agent: FakeAgent, page: contract.ControlPage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It knows what to do: another node may have it, or it comes back."""
     state = tr.State(save_every=1, best=0.0)
@@ -192,6 +214,7 @@ def test_a_checkpoint_that_cannot_be_read_is_reported_to_the_agent(
     state.commit()
     state.save()
     (tmp_path / stem_of("us", 3, 1)).rename(tmp_path / "elsewhere")
+    page.restored = 0  # a new process has a new page
     with pytest.raises(SystemExit) as left:
         tr.State(best=0.0).restore()
     assert left.value.code == 1
@@ -207,7 +230,9 @@ def test_a_read_error_is_reported_too(agent: FakeAgent, tmp_path: Path) -> None:
     assert "Too many levels of symbolic links" in answer_to(agent)
 
 
-def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_node_goes_on_with_the_record_that_names_it(
+    agent: FakeAgent, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With nobody else there, a probe can tell nothing."""
     named = []
     for own in ("", "node-b", "node-c"):
@@ -221,7 +246,7 @@ def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkey
         agent.committed |= {"node": "node-b"}
         taken = agent_channel.open_channel()
         assert taken
-        taken._restore_point = None  # as a new process would ask
+        taken._restore_point, page.restored = None, 0  # as in a new process
     assert named == ["", "node-b", ""]
 
 
@@ -278,7 +303,7 @@ def test_our_own_loader_begins_after_the_samples_committed(tmp_path: Path) -> No
     undisturbed = [index for epoch in range(2) for batch in loader().begin(epoch, 0) for index in batch.tolist()]
     before = train(stop_at=4)
     content = torch.load(tmp_path / stem_of("local", 1, 4) / "state.pt", weights_only=True)
-    assert content["position"] == {"step": 4, "epoch": 1, "items": 1, "samples": 4, "save": 0}
+    assert content["position"] == {"step": 4, "epoch": 1, "items": 1, "samples": 4, "save": 0, "item": ""}
     assert before + train(stop_at=None) == undisturbed
 
 
