@@ -319,6 +319,7 @@ class State:
         """
         pos = self._pos
         if self._guard is not None:
+            self._saved_step = -1  # if the step is refused, the one before is not saved again with its weights
             self._guard.check(pos.step + 1, metrics)
         if pos.loader is not None:
             pos.count_samples(pos.loader)
@@ -373,7 +374,9 @@ class State:
             self._saver.save()
             return
         self._sources.note_save()
-        is_saved_again = self._saved_step == self._pos.step
+        # With an item drawn since the commit, or an error under way, the next step may have changed the weights.
+        is_settled = self._pos.drawn == self._pos.items and sys.exception() is None
+        is_saved_again = is_settled and self._saved_step == self._pos.step
         self._pos.save += is_saved_again
         self._saved_step = self._pos.step
         self._saver.save(only_if_changed=is_saved_again)

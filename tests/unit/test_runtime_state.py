@@ -402,6 +402,24 @@ def test_a_save_within_the_loop_has_what_was_changed_since_the_commit(tmp_path: 
     assert list(again.steps(range(9))) == [4, 5, 6, 7, 8]
 
 
+def test_a_save_within_the_next_step_leaves_the_saved_one_as_it_is(tmp_path: Path) -> None:
+    """That step may have changed the weights."""
+    state = new_state(tmp_path, keep=9)
+    for _ in islice(state.epochs(1), 1):
+        for item in state.steps(range(3)):
+            state.best = item
+            if item == 2:
+                state.save()
+                break
+            state.commit()
+            try:
+                _ = 1 / 0
+            except ZeroDivisionError:
+                state.best = -1.0
+                state.save()
+    assert steps_saved(tmp_path) == [1, 2]
+
+
 def test_leaving_early_saves_only_on_request(tmp_path: Path) -> None:
     state = new_state(tmp_path, save_every=100)
     for _ in state.epochs(2):
@@ -680,7 +698,7 @@ def test_the_control_page_shows_each_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_control_page_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    descriptor = os.memfd_create("page")
+    descriptor = os.memfd_create("elastic-agent:page")
     os.ftruncate(descriptor, contract.PAGE_BYTES)
     monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
     with pytest.raises(RuntimeError, match="the agent made version 0; install the same"):

@@ -90,6 +90,7 @@ def test_no_steps_are_expected_while_it_restores_saves_and_after_the_last_epoch(
         assert page.phase == 0, "an epoch is trained after all"
     assert page.phase == 1
 
+    page.restored = 0  # a new process has a new page
     again = tr.State(best=0.0)
 
     @again.on_load
