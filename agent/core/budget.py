@@ -177,6 +177,7 @@ _PEER_LOST = (
     "Socket closed",
     "Connection was likely closed",
     "failed to recv, got 0 bytes",
+    "seconds waiting for clients. ",
     "trainer_runtime.dist.PeerError: ",
 )
 

@@ -21,7 +21,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - Once all members have reported their inventory, the leader writes where the group begins (`lineage.py`). If that is a
   checkpoint on the local disk of one node, rank 0 must run there, and the group waits for that node.
 - If the ranks of one node alone fail before their first step, twice in a row, the node is left out until its agent is
-  restarted, if the other nodes are enough. So a new node without the data or a module does not end a healthy job.
+  restarted, if the other nodes are enough. So a new node without the data or a module does not end a healthy job, even
+  if its script asks for no restart.
 - If the checkpoint cannot be read, the job waits for it: the next group is tried with another rank 0, after longer and
   longer delays.
 - A group whose ranks make no step is ended as if one rank, the one that the others wait for, had failed (`hangs.py`).
@@ -73,6 +74,8 @@ from agent.core.reasons import (
 from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 
 _SETTLE_WINDOWS = 5
+_NO_RESTART_WITHIN_S = 5.0
+"""How long after one rank others may ask for no restart, too. Until then it is not known whether one node alone does."""
 _WARM_WITHIN_S = 60.0
 """How long a growth waits for standby processes, from when it was first possible."""
 
@@ -271,7 +274,11 @@ class _Planner(PartitionView):
         report, failure = found
         reason = WorkersFailed(first=failure.in_short(report.node_id))
         if failure.exit_code == EXIT_NO_RESTART:
-            return self.finish(agent_exit_code(failure), NotRetried(first=reason.first, why="asked"))
+            if not self._can_do_without(group, report.node_id):
+                return self.finish(agent_exit_code(failure), NotRetried(first=reason.first, why="asked"))
+            until = self._reported_since() + _NO_RESTART_WITHIN_S
+            if silent and self.now < until:
+                return Plan(None, Waiting(what="same error", node_ids=node_ids(silent), because=reason), until)
         is_charged = counts(group, self.view.exits, failure)
         if lost:
             is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)
@@ -294,6 +301,12 @@ class _Planner(PartitionView):
         reason = msgspec.structs.replace(reason, unreachable=without, left_out=tuple(sorted(new)))
         is_excused = is_partition_cause and (failure.is_peer_lost or failure.hang is not None)
         return self._replace(group, "failed", reason, is_failure=is_charged and not is_excused)
+
+    def _can_do_without(self, group: Group, node_id: str) -> bool:
+        """Whether this node joined a group that trained, its ranks alone failed at once, and the others are enough."""
+        others = [member for member in self.lineup(self.spec.np_max) if member.node_id != node_id]
+        is_newcomer = node_id in group.grown_by or node_id == group.early
+        return is_newcomer and self.tally().early == node_id and len(others) >= required(self.spec, group)
 
     def _wait_for_the_same(self, reason: WorkersFailed, silent: list[Member]) -> Plan | None:
         """Wait for the other ranks to fail by the same error in the script, most likely at about the same time."""

@@ -231,9 +231,19 @@ def sum_up(result: Result, last: Incident | None, view: ClusterView) -> Result:
         training_since(last),
         result.at,
         has_failed=result.state == "failed",
-        commits=view.group is not None and highest_step(view.group.value, view.exits) > 0,
+        commits=_has_committed(view),
     )
     return msgspec.structs.replace(result, summary=text)
+
+
+def _has_committed(view: ClusterView) -> bool:
+    """Whether the script has committed a step. The last group may have begun at one without making another."""
+    begun = view.resume.value.copy if view.resume is not None else None
+    return (
+        begun is not None
+        or view.checkpoint is not None
+        or (view.group is not None and highest_step(view.group.value, view.exits) > 0)
+    )
 
 
 # The order of failures

@@ -84,7 +84,7 @@ class Faults:
         cluster.loss = cluster.drop = 0.0
         self._recover_all()
         for agent in self._living:
-            agent.ranks.is_bad = False
+            agent.ranks.bad_code = 0
         cluster.run(max(0.0, self._quiet_until - cluster.now))
         cluster.exclude()  # an order is given to the job as it is, not to what an old backup shows
 
@@ -140,7 +140,7 @@ class Faults:
         """Its ranks fail at each start, until its agent is started again."""
         agent = self._one()
         if agent is not None:
-            agent.ranks.is_bad = True
+            agent.ranks.bad_code = 1
 
     def _fail_worker(self) -> None:
         agent = self._one()

@@ -36,8 +36,8 @@ class Ranks:
         self.is_stopping = False
         self.is_stuck = False
         """Nothing can kill them."""
-        self.is_bad = False
-        """Each start fails, before a step."""
+        self.bad_code = 0
+        """Each start ends with this code, before a step. 0: it does not."""
         self.idle: dict[int, Doing] = {}
         """Local ranks that make no step, and what they do instead."""
         self.node_rank = 0
@@ -93,8 +93,8 @@ class Ranks:
         self.started_at = self._agent.clock()
         self.world = self._cluster.training.join(group, run)
         self.watch()
-        if self.is_bad:
-            self.later(0.02, lambda: self.fail(peer_lost=False))
+        if self.bad_code:
+            self.later(0.02, self._fail_early)
         if self._cluster.training.hands_off:
             self.later(
                 self._cluster.random.uniform(0.0, 0.5), lambda: self._agent.post(ev.RestorePointAsked(group.number))
@@ -193,6 +193,10 @@ class Ranks:
         if not self.living:
             group = self.group
             self._agent.later(self._cluster.random.uniform(0.0, 0.05), lambda: self._be_gone(group, FINISHED))
+
+    def _fail_early(self) -> None:
+        if self.living and not self._agent.is_dead:
+            self.exit(min(self.living), self.bad_code, "boom")
 
     def fail(self, *, peer_lost: bool) -> None:
         """One of them dies."""

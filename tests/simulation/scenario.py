@@ -10,7 +10,7 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 | `start NAME [nproc=N] [np=NP] [host=NAME] [ahead=S] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
-| `bad NAME` | its ranks fail at each start, as where a module is missing |
+| `bad NAME [CODE]` | its ranks fail at each start, as where a module is missing |
 | `fail NAME`, `end NAME CODE [RANK]`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
 | `mistake NAME` | the script has one, which ends each of its ranks |
 | `hang NAME [RANK] [DOING]`, `move NAME` | this local rank makes no step any more, as `stopped`, say; they do again |
@@ -137,7 +137,7 @@ class Scenario:
             "stop": lambda name, signal="15": cluster.ask_to_stop(self._agent(name), int(signal)),
             "jump": lambda name, seconds: self._agent(name).jump(float(seconds)),
             "die": lambda name, when: setattr(self._agent(name), "dies_at_call", when),
-            "bad": lambda name: setattr(self._agent(name).ranks, "is_bad", True),
+            "bad": lambda name, code="1": setattr(self._agent(name).ranks, "bad_code", int(code)),
             "fail": lambda name: cluster.fail_worker(self._agent(name)),
             "end": self._end,
             "port-taken": self._take_port,

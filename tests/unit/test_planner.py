@@ -10,7 +10,7 @@ from nodes import NODE, POLICY
 from reasons import LOST, left, lost
 from statuses import statuses
 
-from agent.core.budget import back_off_s, tally
+from agent.core.budget import back_off_s, is_peer_lost, tally
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.model import (
     CachedRecords,
@@ -795,3 +795,9 @@ def test_a_job_that_may_fail_without_end_may() -> None:
 def test_a_group_that_lost_its_newcomers_5000_times_waits_no_longer_than_that() -> None:
     now = msgspec.structs.replace(group("a").value, flaps=5000)
     assert growth_wait_s(POLICY, now) == STEADY_S
+
+
+def test_a_rank_that_waited_at_the_store_for_others_is_not_at_fault() -> None:
+    """They never came: their own ends are the cause."""
+    assert is_peer_lost("torch.distributed.DistStoreError: Timed out after 11 seconds waiting for clients. 1/2 joined.")
+    assert not is_peer_lost("TimeoutError: 11 seconds waiting for clients of the upload")
