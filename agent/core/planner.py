@@ -46,7 +46,7 @@ from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
 from agent.core.handoff import PlannedChange, are_ranks_quiesced
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
-from agent.core.model import CachedRecords, Cause, ClusterView, Group, Identity, Member, Policy, Stored
+from agent.core.model import CachedRecords, Cause, ClusterView, Failure, Group, Identity, Member, Policy, Stored
 from agent.core.neighbours import silent_members
 from agent.core.observations import Observations
 from agent.core.partitions import PartitionView
@@ -75,7 +75,7 @@ from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 
 _SETTLE_WINDOWS = 5
 _NO_RESTART_WITHIN_S = 5.0
-"""How long after one rank others may ask for no restart, too. Until then it is not known whether one node alone does."""
+"""How long after one rank the others may ask for no restart, too. Until then it is not known if one node alone does."""
 _WARM_WITHIN_S = 60.0
 """How long a growth waits for standby processes, from when it was first possible."""
 
@@ -273,12 +273,9 @@ class _Planner(PartitionView):
         assert found is not None  # noqa: S101 - the caller saw a failure
         report, failure = found
         reason = WorkersFailed(first=failure.in_short(report.node_id))
-        if failure.exit_code == EXIT_NO_RESTART:
-            if not self._can_do_without(group, report.node_id):
-                return self.finish(agent_exit_code(failure), NotRetried(first=reason.first, why="asked"))
-            until = self._reported_since() + _NO_RESTART_WITHIN_S
-            if silent and self.now < until:
-                return Plan(None, Waiting(what="same error", node_ids=node_ids(silent), because=reason), until)
+        ending = self._end_without_restart(group, reason, failure, silent)
+        if ending is not None:
+            return ending
         is_charged = counts(group, self.view.exits, failure)
         if lost:
             is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)
@@ -301,6 +298,19 @@ class _Planner(PartitionView):
         reason = msgspec.structs.replace(reason, unreachable=without, left_out=tuple(sorted(new)))
         is_excused = is_partition_cause and (failure.is_peer_lost or failure.hang is not None)
         return self._replace(group, "failed", reason, is_failure=is_charged and not is_excused)
+
+    def _end_without_restart(
+        self, group: Group, reason: WorkersFailed, failure: Failure, silent: list[Member]
+    ) -> Plan | None:
+        """End the job if a rank asks for it, but not for the only node that cannot run the script."""
+        if failure.exit_code != EXIT_NO_RESTART:
+            return None
+        if not self._can_do_without(group, reason.first.node_id):
+            return self.finish(agent_exit_code(failure), NotRetried(first=reason.first, why="asked"))
+        until = self._reported_since() + _NO_RESTART_WITHIN_S
+        if not silent or self.now >= until:
+            return None
+        return Plan(None, Waiting(what="same error", node_ids=node_ids(silent), because=reason), until)
 
     def _can_do_without(self, group: Group, node_id: str) -> bool:
         """Whether this node joined a group that trained, its ranks alone failed at once, and the others are enough."""
