@@ -69,7 +69,7 @@ def made(tmp_path: Path) -> Path:
     run.add(
         "lost", 120.0, ("a", "c"), reason=NodesLost(node_ids=("b",), unfit=(("b", HealthCheckFailed(trouble=_EVIL)),))
     )
-    history = run.hihistory(300.0, job_id=_EVIL)
+    history = run.history(300.0, job_id=_EVIL)
     path = tmp_path / "report.html"
     path.write_text(page.page(history, figures.draw(history)), encoding="utf-8")
     return path
