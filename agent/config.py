@@ -244,7 +244,7 @@ class WorkerConfig:
     """Progress is as many new steps as usually take this long."""
     standby: StandbyMode = "learned"
     """What standby processes have imported: torch, or what the script imported last time. off: there are none."""
-    ends_at_mistakes: bool = False
+    ends_at_script_errors: bool = False
     """End the job if a mistake in the script ends every rank twice in a row before the first training step."""
     stdin_rank: int | None = None
     """Rank that reads the agent's standard input. None: rank 0 if it is the only rank."""
@@ -383,5 +383,5 @@ class AgentConfig:
             handoff_wait_s=self.timing.handoff_wait_s,
             elastic_timeout_s=self.timing.elastic_timeout_s,
             preempted_code=self.timing.preempted_code,
-            ends_at_mistakes=self.workers.ends_at_mistakes,
+            ends_at_script_errors=self.workers.ends_at_script_errors,
         )

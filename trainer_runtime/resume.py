@@ -131,9 +131,9 @@ class DirectoryOpener:
         if self._sight.owner is not None or self._channel is None:
             return self._sight.owner or ""
         # Not checked. But if the record names a node, nodes share no directory, unless this node read it from there.
-        resume, own = self._channel.ask_restore_point(), os.environ.get(contract.NODE_ID, "")
-        named = resume.checkpoint.node if resume.checkpoint is not None else ""
-        return own if named == own or (named and resume.is_in_memory) else ""
+        restore_point, own = self._channel.ask_restore_point(), os.environ.get(contract.NODE_ID, "")
+        named = restore_point.checkpoint.node if restore_point.checkpoint is not None else ""
+        return own if named == own or (named and restore_point.is_in_memory) else ""
 
     def _find_start(self, node: str) -> StartingPoint:
         if self._channel is None:
@@ -186,17 +186,17 @@ def start_under_agent(
         OSError: the directory or a file cannot be read. This is not damage: another node, or a later try, may succeed.
         SystemExit: with `EXIT_RESTART`: the group is no longer the current one.
     """
-    resume = channel.ask_restore_point()
-    if resume.copy is None and resume.checkpoint is None:
+    restore_point = channel.ask_restore_point()
+    if restore_point.copy is None and restore_point.checkpoint is None:
         return StartingPoint() if fresh else _adopt(directory, run, channel, node)
-    if resume.checkpoint is None or resume.is_in_memory:
-        return _from_memory(resume.checkpoint)
+    if restore_point.checkpoint is None or restore_point.is_in_memory:
+        return _from_memory(restore_point.checkpoint)
     try:
-        found = _read_committed(directory, resume.checkpoint)
+        found = _read_committed(directory, restore_point.checkpoint)
     except DamagedError as damage:
-        warn(f"COMMITTED checkpoint {directory / resume.checkpoint.name} cannot be used: {damage}")
-        return _roll_back(directory, resume.checkpoint, channel, node)
-    return _started(found, resume.checkpoint)
+        warn(f"COMMITTED checkpoint {directory / restore_point.checkpoint.name} cannot be used: {damage}")
+        return _roll_back(directory, restore_point.checkpoint, channel, node)
+    return _started(found, restore_point.checkpoint)
 
 
 def _from_memory(committed: CommittedCheckpoint | None) -> StartingPoint:

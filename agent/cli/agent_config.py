@@ -105,7 +105,7 @@ def read_node_config(
             console=_console(options),
             role=options["role"],
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
-            ends_at_mistakes=_source_of("max_restarts") is ParameterSource.DEFAULT,
+            ends_at_script_errors=_source_of("max_restarts") is ParameterSource.DEFAULT,
             progress_window_s=options["progress_window"],
             standby=options["standby"],
             stdin_rank=options["stdin_rank"],

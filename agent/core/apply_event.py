@@ -38,7 +38,7 @@ def apply_event(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
         case ev.InventoryChanged(copies):
             return replace(state, copies=copies)
         case ev.RestorePointAsked(group):
-            return replace(state, resumed=max(state.resumed, group))
+            return replace(state, restoring_group=max(state.restoring_group, group))
         case ev.PublishAsked():
             return replace(state, asked=event, asked_at=now)
         case ev.PortReserved(port):

@@ -11,9 +11,9 @@ number of faults. A script that commits no steps makes progress by running for s
 worker that asks for a restart (exit code 101) is charged for it unless it made a new step. A checkpoint that cannot be
 read costs nothing and is tried again without limit.
 
-An error in the script itself (`find_mistake` in `agent/workers/last_error.py`) that ends every rank of two groups in a
-row before any step was made ends the job, because it would end every further try. This rule does not apply if the user
-has chosen a budget.
+An error in the script itself (`find_script_error` in `agent/workers/last_error.py`) that ends every rank of two groups
+in a row before any step was made ends the job, because it would end every further try. This rule does not apply if the
+user has chosen a budget.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class FailureCount:
 
     restarts: int = 0
     counted_from: int = 0
-    last: tuple[str, ...] = ()
-    failed: str = ""
-    early: str = ""
+    placed_last: tuple[str, ...] = ()
+    failed_alone: str = ""
+    failed_early: str = ""
     left_out: tuple[Identity, ...] = ()
-    unread: int = 0
-    mistake: str = ""
-    is_mistake_again: bool = False
+    failed_reads: int = 0
+    script_error: str = ""
+    is_script_error_again: bool = False
     """It also ended the previous group, without progress in between. Not in the record."""
 
 
@@ -84,28 +84,30 @@ def tally(
     before = _after_progress(group, reports, plain_s, window_s)
     if all(report.failure is None for report in reports):
         return before
-    mistake = _shared_mistake(group, reports)
+    script_error = _shared_script_error(group, reports)
     failed, cannot_read = _failed_alone(reports), _cannot_read(reports)
-    is_worst = cannot_read or (failed if failed == before.failed else "")
+    is_worst = cannot_read or (failed if failed == before.failed_alone else "")
     has_begun = highest_step(group, reports) > group.step or plain_s >= window_s
     early = "" if has_begun or len(group.members) == 1 else failed
-    is_out = [member.identity for member in group.members if member.node_id == early == before.early]
+    is_out = [member.identity for member in group.members if member.node_id == early == before.failed_early]
     return FailureCount(
         restarts=before.restarts + is_failure,
         counted_from=before.counted_from,
-        last=(*(each for each in before.last if each != is_worst), is_worst) if is_worst else before.last,
-        failed=failed,
-        early=early,
+        placed_last=(*(each for each in before.placed_last if each != is_worst), is_worst)
+        if is_worst
+        else before.placed_last,
+        failed_alone=failed,
+        failed_early=early,
         left_out=(*before.left_out, *is_out),
-        unread=before.unread + 1 if cannot_read else 0,
-        mistake=mistake,
-        is_mistake_again=bool(mistake) and mistake == before.mistake,
+        failed_reads=before.failed_reads + 1 if cannot_read else 0,
+        script_error=script_error,
+        is_script_error_again=bool(script_error) and script_error == before.script_error,
     )
 
 
-def _shared_mistake(group: Group, reports: Sequence[ExitReport]) -> str:
+def _shared_script_error(group: Group, reports: Sequence[ExitReport]) -> str:
     """The error in the script that ended every rank of the group before any step was made. Empty: there is none."""
-    found = {report.failure.mistake if report.failure is not None else "" for report in reports}
+    found = {report.failure.script_error if report.failure is not None else "" for report in reports}
     is_whole = len(reports) == len(group.members) and highest_step(group, reports) == 0
     return found.pop() if is_whole and len(found) == 1 else ""
 
@@ -120,12 +122,12 @@ def _after_progress(group: Group, reports: Sequence[ExitReport], plain_s: float,
     return FailureCount(
         restarts=group.restarts,
         counted_from=group.counted_from,
-        last=group.last,
-        failed=group.failed,
-        early=group.early,
+        placed_last=group.placed_last,
+        failed_alone=group.failed_alone,
+        failed_early=group.failed_early,
         left_out=group.left_out,
-        unread=group.unread,
-        mistake=group.mistake,
+        failed_reads=group.failed_reads,
+        script_error=group.script_error,
     )
 
 

@@ -25,7 +25,11 @@ def has_lost_data(cached: CachedRecords | None, view: ClusterView) -> bool:
         return True
     if view.spec.value.run != cached.spec.run:
         return False
-    shown = (view.spec.value.revision, _resume_number(_value(view.resume)), _count(_value(view.checkpoint)))
+    shown = (
+        view.spec.value.revision,
+        _restore_point_number(_value(view.restore_point)),
+        _count(_value(view.checkpoint)),
+    )
     return any(a < b for a, b in zip(shown, _rank(cached), strict=True))
 
 
@@ -46,7 +50,7 @@ def lost_data(view: ClusterView) -> CachedRecords | None:
     cached = CachedRecords(
         spec=max((cached.spec for cached in same_run), key=lambda spec: spec.revision),
         group=max(same_run, key=lambda cached: cached.number).group,
-        resume=_newest((cached.resume for cached in same_run), _resume_number),
+        restore_point=_newest((cached.restore_point for cached in same_run), _restore_point_number),
         checkpoint=_newest((cached.checkpoint for cached in same_run), _count),
     )
     # Nodes publish their records for a moment after these were restored: to restore again could change a record under
@@ -64,22 +68,22 @@ def _shown(view: ClusterView) -> list[CachedRecords]:
     shown = CachedRecords(
         spec=view.spec.value,
         group=_value(view.group),
-        resume=_value(view.resume),
+        restore_point=_value(view.restore_point),
         checkpoint=_value(view.checkpoint),
     )
     return [shown]
 
 
 def _rank(cached: CachedRecords) -> tuple[int, int, int]:
-    return cached.spec.revision, _resume_number(cached.resume), _count(cached.checkpoint)
+    return cached.spec.revision, _restore_point_number(cached.restore_point), _count(cached.checkpoint)
 
 
 def _number(group: Stored[Group] | None) -> int:
     return group.value.number if group is not None else 0
 
 
-def _resume_number(resume: RestorePoint | None) -> int:
-    return resume.group if resume is not None else 0
+def _restore_point_number(restore_point: RestorePoint | None) -> int:
+    return restore_point.group if restore_point is not None else 0
 
 
 def _count(checkpoint: Checkpoint | None) -> int:

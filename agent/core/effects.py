@@ -90,7 +90,7 @@ class RestoredRecords:
     """The records that are written again after etcd has lost data."""
 
     spec: Spec
-    resume: RestorePoint | None
+    restore_point: RestorePoint | None
     checkpoint: Checkpoint | None
 
 
@@ -124,7 +124,7 @@ class WriteStatus:
 class WriteRestorePoint:
     """Write where the group begins, if the group and the leadership have not changed."""
 
-    resume: RestorePoint
+    restore_point: RestorePoint
     group_revision: int
     leader_revision: int
 
@@ -236,7 +236,7 @@ class HoldLinks:
 class SendRestorePoint:
     """Send the restore point to the local workers."""
 
-    resume: RestorePoint
+    restore_point: RestorePoint
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class WorkerExited:
     """Its traceback, if the script recorded one (torch's `@record`) or `stderr_tail` has only a part. Else empty."""
     why: str = ""
     """The cause as the system reports it: memory ran out, or a GPU failed. Empty: none is known."""
-    mistake: str = ""
+    script_error: str = ""
     """The error in the script that ended it before any process group existed, and its place. Empty: the cause may be
     another one."""
 

@@ -34,8 +34,8 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
         run: the run of the job.
         is_late: ranks that stopped for a handoff have not got an answer in time, so they train again by now.
     """
-    group, resume = view.group, view.resume
-    if group is None or resume is None or group.value.number < asked.group:
+    group, restore_point = view.group, view.restore_point
+    if group is None or restore_point is None or group.value.number < asked.group:
         return None
     committed = view.checkpoint.value if view.checkpoint is not None else None
     if committed is not None and _is_same(committed, asked.checkpoint):
@@ -43,9 +43,9 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
     if group.value.number > asked.group:
         is_complete = view.revision >= group.mod_revision
         return _no(asked, CommitRefused(why="group", group=group.value.number)) if is_complete else fx.Refresh()
-    if resume.value.group != asked.group:
+    if restore_point.value.group != asked.group:
         return None
-    reason = refusal(asked.checkpoint, committed, resume.value, run)
+    reason = refusal(asked.checkpoint, committed, restore_point.value, run)
     if reason is not None:
         return _no(asked, reason)
     number = committed.number + 1 if committed is not None else 1

@@ -105,7 +105,9 @@ def _quiesced(number: int, view: ClusterView) -> list[Quiesced]:
 def can_hand_off(group: Group, view: ClusterView) -> bool:
     """Whether the script of the group commits steps, which it shows when rank 0 asks for the restore point."""
     first = group.members[0].identity
-    return any(node.value.member.identity == first and node.value.resumed == group.number for node in view.nodes)
+    return any(
+        node.value.member.identity == first and node.value.restoring_group == group.number for node in view.nodes
+    )
 
 
 def are_ranks_quiesced(progress: HandoffProgress, policy: Policy, now: float) -> bool:

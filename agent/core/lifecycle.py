@@ -130,10 +130,10 @@ def _send_to_workers(state: AgentState) -> tuple[AgentState, Effects]:
     workers, sent = state.workers, list[fx.Effect]()
     if not workers.is_alive:
         return state, ()
-    resume = state.cached.resume if state.cached is not None else None
-    if resume is not None and resume.group == workers.group > state.sent_restore_point:
-        state = replace(state, sent_restore_point=resume.group)
-        sent.append(fx.SendRestorePoint(resume))
+    restore_point = state.cached.restore_point if state.cached is not None else None
+    if restore_point is not None and restore_point.group == workers.group > state.sent_restore_point:
+        state = replace(state, sent_restore_point=restore_point.group)
+        sent.append(fx.SendRestorePoint(restore_point))
     request = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
     if request is not None and request.group == workers.group and request.number > workers.sent_handoff:
         state = replace(state, workers=replace(workers, sent_handoff=request.number))
@@ -297,32 +297,34 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
     match planned.action:
         case Group() as group:
             spec_revision = view.spec.mod_revision if view.spec is not None else 0
-            shown = view.resume.value if view.resume is not None else None
+            shown = view.restore_point.value if view.restore_point is not None else None
             change = (
                 None
                 if planned.is_old
-                else _group_change(group, planned.restored.resume if planned.restored is not None else shown, wall)
+                else _group_change(
+                    group, planned.restored.restore_point if planned.restored is not None else shown, wall
+                )
             )
             return fx.WriteGroup(group, change, planned.restored, group_revision, spec_revision, leader_revision)
         case HandoffRequest() as handoff:
             return fx.WriteHandoff(handoff, group_revision, leader_revision)
-        case RestorePoint() as resume:
-            return fx.WriteRestorePoint(resume, group_revision, leader_revision)
+        case RestorePoint() as restore_point:
+            return fx.WriteRestorePoint(restore_point, group_revision, leader_revision)
         case Result() as result:
             return fx.WriteResult(msgspec.structs.replace(result, at=wall), group_revision, leader_revision)
         case fx.Refresh() | None as other:
             return other
 
 
-def _group_change(group: Group, resume: RestorePoint | None, wall: float) -> GroupChange:
+def _group_change(group: Group, restore_point: RestorePoint | None, wall: float) -> GroupChange:
     """Return what the incidents of this group and of the one before need, and later writes of groups overwrite.
 
     Args:
         group: the group that is to be written.
-        resume: the newest restore point.
+        restore_point: the newest restore point.
         wall: wall clock, seconds since 1970.
     """
-    begun = resume.copy if resume is not None and resume.group == group.number - 1 else None
+    begun = restore_point.copy if restore_point is not None and restore_point.group == group.number - 1 else None
     return GroupChange(
         run=group.run,
         group=group.number,

@@ -1,9 +1,9 @@
 """Lineage: which copy of the training state is used when the history has forked.
 
 A group that was cut off may come back with step 105 while its successor resumed from step 100 and continued. Neither
-step numbers nor group numbers show ancestry. So the `resume` record of each group names the copy that the group begins
-from, and the *lineage*: the cuts back to the committed checkpoint. A cut is the copy of an earlier group that its
-successor began from. A copy is on the lineage if its group has a cut there and the copy is not newer than this cut.
+step numbers nor group numbers show ancestry. So the `restore_point` record of each group names the copy that the group
+begins from, and the *lineage*: the cuts back to the committed checkpoint. A cut is the copy of an earlier group that
+its successor began from. A copy is on the lineage if its group has a cut there and the copy is not newer than this cut.
 All copies of the group that the record belongs to are on the lineage.
 
 A copy is eligible only if the present nodes hold the parts of all its ranks. The newest eligible copy is used. The
@@ -27,13 +27,13 @@ def age(copy: StateId, run: str) -> tuple[bool, int, int, int]:
     return copy.run == run, copy.group, copy.step, copy.save
 
 
-def is_on_lineage(copy: StateId, resume: RestorePoint | None, run: str) -> bool:
+def is_on_lineage(copy: StateId, restore_point: RestorePoint | None, run: str) -> bool:
     """Whether the copy belongs to the history of the group of this record and its successors."""
-    if resume is None:
+    if restore_point is None:
         return False
-    if copy.run == run and copy.group == resume.group:
+    if copy.run == run and copy.group == restore_point.group:
         return True
-    cuts = (cut for cut in resume.lineage if (cut.run, cut.group) == (copy.run, copy.group))
+    cuts = (cut for cut in restore_point.lineage if (cut.run, cut.group) == (copy.run, copy.group))
     return any(age(copy, run) <= age(cut, run) for cut in cuts)
 
 
@@ -51,7 +51,7 @@ def choose(
 
     Args:
         held: the inventory of each present member.
-        last: the newest `resume` record. Its group is the last one in which a rank can have made a step.
+        last: the newest `restore_point` record. Its group is the last one in which a rank can have made a step.
         checkpoint: the committed checkpoint.
         run: the run of the job.
     """
@@ -64,7 +64,7 @@ def choose(
 def follow(
     number: int, copy: StateId | None, last: RestorePoint | None, checkpoint: Checkpoint | None, run: str
 ) -> RestorePoint:
-    """Return the `resume` record of a group that begins from this copy."""
+    """Return the `restore_point` record of a group that begins from this copy."""
     cuts: list[StateId] = []
     if copy is not None:
         older = last.lineage if last is not None else ()
@@ -75,15 +75,17 @@ def follow(
     return RestorePoint(group=number, copy=copy, lineage=tuple(cuts), checkpoint=checkpoint)
 
 
-def refusal(asked: Checkpoint, committed: Checkpoint | None, resume: RestorePoint, run: str) -> CommitRefused | None:
+def refusal(
+    asked: Checkpoint, committed: Checkpoint | None, restore_point: RestorePoint, run: str
+) -> CommitRefused | None:
     """Why a checkpoint must not be committed. None: it may be."""
     copy = asked.copy
     if committed is None:
-        is_adopted = copy.run != run and resume.copy is None
-        return None if is_adopted or is_on_lineage(copy, resume, run) else _refused("history", copy)
+        is_adopted = copy.run != run and restore_point.copy is None
+        return None if is_adopted or is_on_lineage(copy, restore_point, run) else _refused("history", copy)
     if asked.is_rollback:
         return None if age(copy, run) < age(committed.copy, run) else _refused("not older", copy)
-    if not is_on_lineage(copy, resume, run):
+    if not is_on_lineage(copy, restore_point, run):
         return _refused("fork", copy)
     if age(copy, run) <= age(committed.copy, run):
         return _refused("committed", committed.copy)

@@ -84,7 +84,7 @@ class LocalWorkers:
         """Whether to wait for more failures: so far all are consequences, or script errors that others may have too."""
         if self.cause_until is None or now >= self.cause_until or len(self.exits) == self.count:
             return False
-        return all(_is_consequence(e) for e in self.failures) or all(e.mistake for e in self.failures)
+        return all(_is_consequence(e) for e in self.failures) or all(e.script_error for e in self.failures)
 
     def apply_event(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
         """Apply the end of a worker, or of all. Events about an older group are ignored."""
@@ -163,9 +163,9 @@ def _mind_failures(workers: LocalWorkers, now: float, patience: Patience) -> Fol
     if not workers.failures:
         return workers, ()
     if workers.cause_until is None:
-        is_mistake = bool(workers.failures[0].mistake)
+        is_script_error = bool(workers.failures[0].script_error)
         is_early = workers.step == 0 and now < workers.started_at + EARLY_S
-        within_s = (patience.same_within_s if is_early else 0.0) if is_mistake else _CAUSE_WITHIN_S
+        within_s = (patience.same_within_s if is_early else 0.0) if is_script_error else _CAUSE_WITHIN_S
         workers = replace(workers, cause_until=now + within_s)
     return (workers, ()) if workers.awaits_cause(now) else _kill(workers, now, patience)
 
@@ -253,12 +253,12 @@ def _failure(workers: LocalWorkers, ended: ev.WorkerExited) -> Failure:
         error=ended.error,
         traceback=ended.traceback,
         why="" if is_early else ended.why,
-        mistake=_shared_mistake(workers),
+        script_error=_shared_script_error(workers),
         last_step=ended.step if is_early else 0,
     )
 
 
-def _shared_mistake(workers: LocalWorkers) -> str:
+def _shared_script_error(workers: LocalWorkers) -> str:
     """The script error that ended all of them. Empty: not all ended by the same one."""
-    found = {each.mistake for each in workers.exits}
+    found = {each.script_error for each in workers.exits}
     return found.pop() if len(found) == 1 and len(workers.exits) == workers.count else ""

@@ -141,7 +141,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """Why the node cannot train although its agent is alive. None: it can."""
     cached: CachedRecords | None = None
     """The records that the agent has cached, published while etcd has lost some of them."""
-    resumed: Count = 0
+    restoring_group: Count = 0
     """The last group in which a local rank asked where to begin, so that its script commits and can be handed off."""
     own_s: tuple[Seconds, ...] = ()
     """Seconds of a step that each local rank spends on its own work, without waiting for others. Empty: not known."""
@@ -229,17 +229,17 @@ class Group(Record, frozen=True, kw_only=True):
     """Ids of the nodes that joined with this group."""
     flaps: Count = 0
     """How often in a row one of these nodes was soon lost again. Each time doubles the wait before the next growth."""
-    last: tuple[str, ...] = ()
+    placed_last: tuple[str, ...] = ()
     """Nodes that come last in rank order, the worst last, because recent failures were always of their workers."""
-    failed: str = ""
+    failed_alone: str = ""
     """The only node whose workers failed before this group, if there was no progress since. Empty: none."""
-    early: str = ""
+    failed_early: str = ""
     """The only node whose ranks failed before this group, if they failed before a first step. Empty: none."""
     left_out: tuple[Identity, ...] = ()
     """Nodes that did so twice in a row, if the others were enough. Left out of groups until their agents restart."""
-    unread: Count = 0
+    failed_reads: Count = 0
     """How often in a row the checkpoint could not be read. Each time doubles the wait before the next try."""
-    mistake: str = ""
+    script_error: str = ""
     """The error in the script that ended every rank of the previous group. Empty: not all ended by one."""
 
     @property
@@ -397,7 +397,7 @@ class CachedRecords(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     spec: Spec
     group: Group | None
-    resume: RestorePoint | None = None
+    restore_point: RestorePoint | None = None
     checkpoint: Checkpoint | None = None
 
     @property
@@ -434,7 +434,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Its traceback, where the script recorded one (torch's `@record`) or `tail` holds only a part. Else empty."""
     why: str = ""
     """The cause as the system reports it: memory ran out, or a GPU failed. Empty: none is known."""
-    mistake: str = ""
+    script_error: str = ""
     """The error in the script that ended each rank of the node before any process group existed, and its place. Empty:
     not all of them ended so, or the cause may be another one."""
     last_step: Count = 0
@@ -459,7 +459,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             unreadable=self.unreadable,
             error=self.error,
             why=self.why,
-            mistake=self.mistake,
+            script_error=self.script_error,
             last_step=self.last_step,
             hang=self.hang,
         )
@@ -559,7 +559,7 @@ class ClusterView:
     leader: Stored[Leader] | None = None
     group: Stored[Group] | None = None
     result: Stored[Result] | None = None
-    resume: Stored[RestorePoint] | None = None
+    restore_point: Stored[RestorePoint] | None = None
     checkpoint: Stored[Checkpoint] | None = None
     handoff: Stored[HandoffRequest] | None = None
     suspects: tuple[Stored[Suspicion], ...] = ()
@@ -630,7 +630,7 @@ class Policy:
     """This much new training resets the count of failures."""
     preempted_code: int = 0
     """Exit code of an agent that was asked to leave by a signal."""
-    ends_at_mistakes: bool = False
+    ends_at_script_errors: bool = False
     """An error in the script that ends every rank twice in a row, before anything was trained, ends the job."""
 
     @property
@@ -639,4 +639,4 @@ class Policy:
 
         The ranks import the same libraries, but not equally fast.
         """
-        return _SAME_WITHIN_S if self.ends_at_mistakes else 0.0
+        return _SAME_WITHIN_S if self.ends_at_script_errors else 0.0

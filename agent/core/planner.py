@@ -132,7 +132,7 @@ def _restore(cached: CachedRecords, view: ClusterView, seen: Observations, polic
     until = (now if seen.data_lost_since is None else seen.data_lost_since) + policy.lease_ttl_s
     if now < until:
         return Plan(None, DataLost(state="collecting"), until)
-    group, restored = cached.group, RestoredRecords(cached.spec, cached.resume, cached.checkpoint)
+    group, restored = cached.group, RestoredRecords(cached.spec, cached.restore_point, cached.checkpoint)
     if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
         kept = begin_again(None, cached.spec.run) if group is None else group
         return Plan(kept, DataLost(state="restored"), restored=restored, is_old=True)
@@ -315,13 +315,13 @@ class _Planner(PartitionView):
     def _can_do_without(self, group: Group, node_id: str) -> bool:
         """Whether this node joined a group that trained, its ranks alone failed at once, and the others are enough."""
         others = [member for member in self.lineup(self.spec.np_max) if member.node_id != node_id]
-        is_newcomer = node_id in group.grown_by or node_id == group.early
-        return is_newcomer and self.tally().early == node_id and len(others) >= required(self.spec, group)
+        is_newcomer = node_id in group.grown_by or node_id == group.failed_early
+        return is_newcomer and self.tally().failed_early == node_id and len(others) >= required(self.spec, group)
 
     def _wait_for_the_same(self, reason: WorkersFailed, silent: list[Member]) -> Plan | None:
         """Wait for the other ranks to fail by the same error in the script, most likely at about the same time."""
         until = min(self._reported_since(), self.seen.group_since + EARLY_S) + self.policy.same_within_s
-        if not reason.first.mistake or not silent or self.now >= until:
+        if not reason.first.script_error or not silent or self.now >= until:
             return None
         return Plan(None, Waiting(what="same error", node_ids=node_ids(silent), because=reason), until)
 
@@ -340,15 +340,15 @@ class _Planner(PartitionView):
         found = first_failure(self.view.exits)
         if is_failure and found is not None:
             code, first = agent_exit_code(found[1]), found[1].in_short(found[0].node_id)
-            if failures.is_mistake_again and self.policy.ends_at_mistakes:
-                return self.finish(code, NotRetried(first=first, why="mistake"))
+            if failures.is_script_error_again and self.policy.ends_at_script_errors:
+                return self.finish(code, NotRetried(first=first, why="script error"))
             if failures.restarts > self.policy.max_restarts:
                 restarts = self.policy.max_restarts
                 spent = NotRetried(first=first, why="budget", restarts=restarts)
                 return self.finish(EXIT_BUDGET if restarts else code, spent)
-        until = self.seen.group_since + back_off_s(failures.unread or failures.restarts)
+        until = self.seen.group_since + back_off_s(failures.failed_reads or failures.restarts)
         if cause == "failed" and self.now < until:
-            counted = 0 if failures.unread else failures.restarts
+            counted = 0 if failures.failed_reads else failures.restarts
             return Plan(None, Waiting(what="retry", because=reason, failures=counted), until)
         members = self._remaining(group)
         if len(members) < required(self.spec, group):

@@ -94,7 +94,7 @@ class Proposals:
 
     def _lineup(self, size: int, failures: FailureCount, *, is_picky: bool) -> tuple[Member, ...]:
         return rank_order.lineup(
-            self.group, self.view, size, last=failures.last, left_out=failures.left_out, is_picky=is_picky
+            self.group, self.view, size, last=failures.placed_last, left_out=failures.left_out, is_picky=is_picky
         )
 
     def tally(self, *, is_failure: bool = False) -> FailureCount:
@@ -113,7 +113,7 @@ class Proposals:
 
     def must_begin(self, group: Group) -> bool:
         """Whether the restore point of the group is not written yet."""
-        return self.view.resume is None or self.view.resume.value.group < group.number
+        return self.view.restore_point is None or self.view.restore_point.value.group < group.number
 
     def begin(self, group: Group) -> Plan:
         """Write where the group begins, once all members have reported their inventory."""
@@ -122,12 +122,14 @@ class Proposals:
         if silent:
             return Plan(None, Waiting(what="inventory", node_ids=node_ids(silent)))
         committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
-        last = lineage.as_begun(self.view.resume.value if self.view.resume is not None else None, committed)
+        last = lineage.as_begun(
+            self.view.restore_point.value if self.view.restore_point is not None else None, committed
+        )
         copy = lineage.choose(held.values(), last, committed, self.spec.run)
         if committed is not None and copy == committed.copy and committed.node not in {"", group.members[0].node_id}:
             return self._fetch(committed)
-        resume = lineage.follow(group.number, copy, last, committed, self.spec.run)
-        return Plan(resume, Beginning(group=group.number, step=copy.step if copy is not None else None))
+        restore_point = lineage.follow(group.number, copy, last, committed, self.spec.run)
+        return Plan(restore_point, Beginning(group=group.number, step=copy.step if copy is not None else None))
 
     def _fetch(self, committed: Checkpoint) -> Plan:
         """Form a group in which the node whose local disk has the checkpoint comes first; else wait for that node."""
@@ -173,12 +175,12 @@ class Proposals:
             reached=min(reached, self.spec.np_max),
             grown_by=self._newcomers(members) if cause == "join" else (),
             flaps=self._flaps(cause),
-            last=failures.last,
-            failed=failures.failed,
-            early=failures.early,
+            placed_last=failures.placed_last,
+            failed_alone=failures.failed_alone,
+            failed_early=failures.failed_early,
             left_out=failures.left_out,
-            unread=failures.unread,
-            mistake=failures.mistake,
+            failed_reads=failures.failed_reads,
+            script_error=failures.script_error,
         )
         return Plan(group, reason)
 
@@ -204,7 +206,7 @@ class Proposals:
 
     def _plain_s(self, group: Group) -> float:
         """How long the group ran until a fault, if no script has ever asked where to begin; otherwise 0."""
-        if not group.members or any(node.value.resumed for node in self.view.nodes):
+        if not group.members or any(node.value.restoring_group for node in self.view.nodes):
             return 0.0
         return (self.now if self.seen.fault_at is None else self.seen.fault_at) - self.seen.came_at
 

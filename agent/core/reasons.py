@@ -53,7 +53,7 @@ class FailedWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     unreadable: str = ""
     error: str = ""
     why: str = ""
-    mistake: str = ""
+    script_error: str = ""
     last_step: Count = 0
     hang: Hang | None = None
 
@@ -240,9 +240,9 @@ class NotRetried(_Reason, frozen=True, kw_only=True, tag="not retried"):
     """A worker failed, and there is no further try."""
 
     first: FailedWorker
-    why: Literal["asked", "mistake", "budget"]
-    """`asked`: the worker asked for no restart. `mistake`: every rank ended by the same error in the script, twice in a
-    row. `budget`: the restart budget is spent."""
+    why: Literal["asked", "script error", "budget"]
+    """`asked`: the worker asked for no restart. `script error`: every rank ended by the same error in the script,
+    twice in a row. `budget`: the restart budget is spent."""
     restarts: Count = 0
     """Restarts without progress, if the budget is spent."""
 

@@ -118,7 +118,7 @@ class AgentState:
     health: str = ""
     """What is wrong with this node. Empty: it can train."""
     standby: ev.StandbyChanged = field(default_factory=lambda: ev.StandbyChanged("", is_warming=False))
-    resumed: int = 0
+    restoring_group: int = 0
     """Number of the last group in which a local rank asked for the restore point."""
     asked: ev.PublishAsked | None = None
     """The request of a local worker that waits for its checkpoint to be committed. None: no worker waits."""
@@ -181,7 +181,7 @@ class AgentState:
             is_draining=self.drain_until is not None,
             unfit=self._unfit,
             cached=self.cached if self.has_lost_data else None,
-            resumed=self.resumed,
+            restoring_group=self.restoring_group,
             own_s=self.observed.paced.own_s if self.observed.paced is not None else (),
             is_warming=self.standby.is_warming,
             standby=self.standby.summary,

@@ -238,7 +238,7 @@ def sum_up(result: Result, last: Incident | None, view: ClusterView) -> Result:
 
 def _has_committed(view: ClusterView) -> bool:
     """Whether the script has committed a step. The last group may have begun at one without making another."""
-    begun = view.resume.value.copy if view.resume is not None else None
+    begun = view.restore_point.value.copy if view.restore_point is not None else None
     return (
         begun is not None
         or view.checkpoint is not None

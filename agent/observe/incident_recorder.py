@@ -263,8 +263,8 @@ def _transitions(number: int, view: ClusterView) -> tuple[TransitionReport, ...]
 
 def _began_after(number: int, view: ClusterView, changes: dict[int, GroupChange]) -> int | None:
     """The step after which the group of this number began. None: not known."""
-    if view.resume is not None and view.resume.value.group == number:
-        return view.resume.value.copy.step if view.resume.value.copy is not None else 0
+    if view.restore_point is not None and view.restore_point.value.group == number:
+        return view.restore_point.value.copy.step if view.restore_point.value.copy is not None else 0
     if view.group is not None and view.group.value.number == number:
         return 0
     following = changes.get(number + 1)

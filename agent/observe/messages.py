@@ -190,7 +190,7 @@ def _waiting(reason: Waiting) -> str:
         case "checkpoint", CheckpointOnDisk(node_id=node_id, checkpoint=checkpoint):
             return f"waiting for {node_id}: only its own disk has the checkpoint {checkpoint}"
         case "same error", WorkersFailed(first=first):
-            return f"{first.mistake}; waiting for the same error on {names}"
+            return f"{first.script_error}; waiting for the same error on {names}"
         case what, _:
             failures = f": {count(reason.failures, 'failure')} without progress" if reason.failures else ""
             return _WAITING[what].format(because=because, names=names, failures=failures)
@@ -201,7 +201,7 @@ def _not_retried(reason: NotRetried) -> str:
     match reason.why:
         case "asked":
             return f"{how}, which asks for no restart"
-        case "mistake":
+        case "script error":
             return f"{how}, as did every rank, twice in a row; --max_restarts=N tries N times"
         case "budget":
             return f"{how}, after {count(reason.restarts, 'restart')} without progress"

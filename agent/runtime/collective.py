@@ -176,8 +176,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                 )
             case fx.StartWorkers():
                 self._start_workers(effect)
-            case fx.SendRestorePoint(resume):
-                self._workers.send_restore_point(resume)
+            case fx.SendRestorePoint(restore_point):
+                self._workers.send_restore_point(restore_point)
             case fx.RequestHandoff(group, number, in_memory):
                 self._workers.request_handoff(group, number, in_memory=in_memory)
             case fx.AnswerPublish(group, copy, checkpoint, reason):

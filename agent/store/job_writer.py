@@ -154,7 +154,7 @@ class JobWriter:
                 return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
             case fx.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
-                ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint, keys.handoff)]
+                ended = [Delete(key) for key in (keys.result, keys.restore_point, keys.checkpoint, keys.handoff)]
                 told = [Delete(prefix, is_prefix=True) for prefix in (keys.statuses(), keys.changes)]
                 return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
             case fx.UpdateNode() | fx.Campaign() | fx.WriteSuspicion() | fx.ClearSuspicion():
@@ -219,8 +219,8 @@ class JobWriter:
         match effect:
             case fx.WriteGroup():
                 return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self._group_writes(effect)
-            case fx.WriteRestorePoint(resume):
-                return lead, [Put(keys.resume, encode(resume))]
+            case fx.WriteRestorePoint(restore_point):
+                return lead, [Put(keys.restore_point, encode(restore_point))]
             case fx.WriteHandoff(handoff):
                 return lead, [Put(keys.handoff, encode(handoff))]
             case fx.WriteResult(result):
@@ -235,7 +235,11 @@ class JobWriter:
         if effect.change is not None:
             writes.append(Put(keys.change(group.number), encode(effect.change)))
         if restored is not None:
-            again = ((keys.spec, restored.spec), (keys.resume, restored.resume), (keys.checkpoint, restored.checkpoint))
+            again = (
+                (keys.spec, restored.spec),
+                (keys.restore_point, restored.restore_point),
+                (keys.checkpoint, restored.checkpoint),
+            )
             writes += [Put(key, encode(record)) for key, record in again if record is not None]
         return writes
 

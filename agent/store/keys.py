@@ -104,7 +104,7 @@ class JobKeys:
         return self.prefix + "result"
 
     @property
-    def resume(self) -> str:
+    def restore_point(self) -> str:
         """Where the current group begins."""
         return self.prefix + "restore_point"
 
@@ -168,7 +168,7 @@ class JobKeys:
 
     def followed(self, node_id: str) -> tuple[KeyRange, ...]:
         """What every other agent looks at: one change then costs N events, not N squared."""
-        shared = (self.spec, self.leader, self.group, self.result, self.resume, self.checkpoint, self.handoff)
+        shared = (self.spec, self.leader, self.group, self.result, self.restore_point, self.checkpoint, self.handoff)
         keys = tuple(KeyRange(key) for key in (*shared, self.node(node_id)))
         return (*keys, KeyRange(self.suspects, is_prefix=True))
 
@@ -276,12 +276,14 @@ def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) ->
     number = group.value.number if group is not None else 0
     backlog = _backlog(records, number, [each for each in found if each.group < number], keys)
     spec = one(keys.spec, Spec)
-    resume, checkpoint = one(keys.resume, RestorePoint), one(keys.checkpoint, Checkpoint)
+    restore_point, checkpoint = one(keys.restore_point, RestorePoint), one(keys.checkpoint, Checkpoint)
     handoff = one(keys.handoff, HandoffRequest)
     if group is None or (handoff is not None and handoff.value.group != group.value.number):
         handoff = None
     if spec is not None:  # a follower may see those of the last run for a moment after the job was started over
-        resume = resume if resume is not None and resume.value.group >= spec.value.first_group else None
+        restore_point = (
+            restore_point if restore_point is not None and restore_point.value.group >= spec.value.first_group else None
+        )
         checkpoint = checkpoint if checkpoint is not None and checkpoint.value.run == spec.value.run else None
     return ClusterView(
         revision=revision,
@@ -290,7 +292,7 @@ def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) ->
         leader=one(keys.leader, Leader),
         group=group,
         result=one(keys.result, Result),
-        resume=resume,
+        restore_point=restore_point,
         checkpoint=checkpoint,
         handoff=handoff,
         suspects=tuple(under(keys.suspects, Suspicion)),

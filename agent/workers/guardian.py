@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.workers.exit_causes import ExitCauses, fatal_signal_of
-    from agent.workers.last_error import find_error, find_mistake, read_error_file, start_error
+    from agent.workers.last_error import find_error, find_script_error, read_error_file, start_error
     from agent.workers.output import Output
     from agent.workers.process_tree import kill_descendants, surviving_descendants
     from agent.workers.terminal import Terminal, escape_controls, is_terminal
@@ -54,7 +54,7 @@ else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this directory out of the
     # path
     from exit_causes import ExitCauses, fatal_signal_of
-    from last_error import find_error, find_mistake, read_error_file, start_error
+    from last_error import find_error, find_script_error, read_error_file, start_error
     from output import Output
     from process_tree import kill_descendants, surviving_descendants
     from terminal import Terminal, escape_controls, is_terminal
@@ -349,9 +349,9 @@ class Guardian:
         if not error:
             error, traceback = find_error(stderr_text, fatal_signal_of(status))
             traceback = "" if traceback in output.tail else traceback
-        mistake = find_mistake(stderr_text) if fatal_signal_of(status) == 0 else ""
+        script_error = find_script_error(stderr_text) if fatal_signal_of(status) == 0 else ""
         why = self._exit_causes.explain(self._worker, status, stderr_text)
-        return {"error": error, "traceback": traceback, "why": why, "mistake": mistake}
+        return {"error": error, "traceback": traceback, "why": why, "script_error": script_error}
 
     def _send(self, message: dict[str, object]) -> None:
         with suppress(OSError):  # the agent is gone, and the end of the socket reports that

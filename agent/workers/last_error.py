@@ -132,7 +132,7 @@ def _exception(text: str) -> ErrorText:
     return _bounded(error.group(), "") if error else _NOTHING
 
 
-def find_mistake(text: str) -> str:
+def find_script_error(text: str) -> str:
     """Describe the mistake in the script that ended it. The text is the same each time that the mistake ends it.
 
     Args:

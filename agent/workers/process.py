@@ -60,7 +60,7 @@ class Exited(msgspec.Struct, frozen=True):
     error: str = ""
     traceback: str = ""
     why: str = ""
-    mistake: str = ""
+    script_error: str = ""
 
 
 class Warm(msgspec.Struct, frozen=True):

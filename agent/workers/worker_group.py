@@ -220,7 +220,7 @@ class WorkerGroup:
         # Without an exception, the reported last lines are of both streams.
         streams = {2} if failure.error else {1, 2}
         shown = {each.command.rank for each in self._ranks if _has_console(each, streams)}
-        return failure.rank in {*shown, self._shown_rank} or bool(shown and failure.mistake)
+        return failure.rank in {*shown, self._shown_rank} or bool(shown and failure.script_error)
 
     def live_ranks(self) -> tuple[int, tuple[LiveRank, ...]]:
         """Return the number of the group started last, and the state of its ranks. Thread-safe; never blocks."""
@@ -401,7 +401,7 @@ class WorkerGroup:
                 error=exited.error,
                 traceback=exited.traceback,
                 why=exited.why,
-                mistake=exited.mistake,
+                script_error=exited.script_error,
             )
         )
 

@@ -134,7 +134,7 @@ def held(group: int, step: int, *parts: int) -> Replica:
     return Replica(copy=copy(group, step), world_size=WORLD, has_common=True, parts=parts)
 
 
-def resume(group: int, begin: StateId, committed: StateId | None = None) -> RestorePoint:
+def restore_point(group: int, begin: StateId, committed: StateId | None = None) -> RestorePoint:
     checkpoint = committed and Checkpoint(
         copy=committed, name="us", private="", manifest_sha256="ab", kept=(), superseded=()
     )
@@ -161,7 +161,7 @@ def test_snapshots_of_killed_ranks_are_given_to_the_next_group(bench: Bench) -> 
     )
     assert isinstance(bench.events.get(timeout=DEADLINE_S), InventoryChanged)
     bench.start("rank or read_memory()", group=2)
-    bench.workers.send_restore_point(resume(2, copy(1, 6), committed=copy(1, 3)))
+    bench.workers.send_restore_point(restore_point(2, copy(1, 6), committed=copy(1, 3)))
     assert bench.end() == (held(1, 6, 0, 1, 2),), "the second made none"
     assert bench.text().splitlines() == [
         "common 0 3 b'common 6'",
@@ -183,7 +183,7 @@ def test_a_worker_that_asks_does_not_wait_until_memory_is_freed(bench: Bench, mo
 
     monkeypatch.setattr(os, "close", close_slowly)
     bench.start("read_memory()", group=2)
-    bench.workers.send_restore_point(resume(2, copy(0, 3)))
+    bench.workers.send_restore_point(restore_point(2, copy(0, 3)))
     assert bench.end() == ()
     assert bench.text() == "read 0\n"
     is_free.set()
@@ -192,7 +192,7 @@ def test_a_worker_that_asks_does_not_wait_until_memory_is_freed(bench: Bench, mo
 def test_each_rank_of_a_node_may_ask(bench: Bench) -> None:
     kill_in_training(bench, 5)
     bench.start("read_memory()", group=2)
-    bench.workers.send_restore_point(resume(2, copy(1, 5)))
+    bench.workers.send_restore_point(restore_point(2, copy(1, 5)))
     bench.end()
     assert "read 3" in bench.text(0)
     assert bench.text(0) == bench.text(1)
@@ -201,7 +201,7 @@ def test_each_rank_of_a_node_may_ask(bench: Bench) -> None:
 def test_no_memory_is_offered_if_the_group_starts_from_the_committed_checkpoint(bench: Bench) -> None:
     kill_in_training(bench, 5)
     bench.start("read_memory()", group=2)
-    bench.workers.send_restore_point(resume(2, copy(1, 5), committed=copy(1, 5)))
+    bench.workers.send_restore_point(restore_point(2, copy(1, 5), committed=copy(1, 5)))
     bench.end()
     assert bench.text() == "read 0\n"
 
@@ -209,7 +209,7 @@ def test_no_memory_is_offered_if_the_group_starts_from_the_committed_checkpoint(
 def test_only_the_restored_snapshot_is_offered(bench: Bench) -> None:
     kill_in_training(bench, 5, 6)
     bench.start("read_memory()", group=2)
-    bench.workers.send_restore_point(resume(2, StateId(run="us", group=1, step=4)))
+    bench.workers.send_restore_point(restore_point(2, StateId(run="us", group=1, step=4)))
     assert bench.end() == ()
     assert bench.text() == "read 0\n"
 
@@ -218,14 +218,14 @@ def test_a_piece_that_a_rank_finds_damaged_is_no_longer_held(bench: Bench) -> No
     """A snapshot that all ranks find damaged is then incomplete, so no further group starts from it."""
     kill_in_training(bench, 5)
     bench.start("say(ask='restore_point'); receive(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
-    bench.workers.send_restore_point(resume(2, copy(1, 5)))
+    bench.workers.send_restore_point(restore_point(2, copy(1, 5)))
     assert bench.end() == (msgspec.structs.replace(held(1, 5, 0, 1), has_common=False),)
     bench.start(
         "rank or say(ask='restore_point'); "
         "rank or print([piece['kind'] for piece in receive()[0]['restore_point']['memory']])",
         group=3,
     )
-    bench.workers.send_restore_point(resume(3, copy(1, 5)))
+    bench.workers.send_restore_point(restore_point(3, copy(1, 5)))
     bench.end()
     assert bench.text() == "['part', 'part']\n"
 

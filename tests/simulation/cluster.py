@@ -228,7 +228,7 @@ class Cluster:
         item, group = self.etcd.data.items[KEYS.group], self.group
         assert group is not None
         assert not self.agents, "who lives has seen another record"
-        group = msgspec.structs.replace(group, unread=times)
+        group = msgspec.structs.replace(group, failed_reads=times)
         self.etcd.data.items[KEYS.group] = replace(item, value=encode(group))
         self.invariants.groups[group.number] = group
 
@@ -280,8 +280,8 @@ class Cluster:
         return self.etcd.record(KEYS.spec, Spec)
 
     @property
-    def resume(self) -> RestorePoint | None:
-        return self.etcd.record(KEYS.resume, RestorePoint)
+    def restore_point(self) -> RestorePoint | None:
+        return self.etcd.record(KEYS.restore_point, RestorePoint)
 
     @property
     def checkpoint(self) -> Checkpoint | None:

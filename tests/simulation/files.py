@@ -77,8 +77,8 @@ class Publisher:
         """Nobody steps until a rollback is committed."""
         self.verdicts: list[bool] = []
 
-    def inherit(self, resume: RestorePoint) -> None:
-        committed = resume.checkpoint
+    def inherit(self, restore_point: RestorePoint) -> None:
+        committed = restore_point.checkpoint
         if committed is not None:
             self._kept = (*committed.kept, committed.private)
 

@@ -214,8 +214,8 @@ class Incidents:
         world = self._cluster.training.world_of(group)
         assert world is not None
         assert world.made, f"nobody has made a step of group {group.number}"
-        resume = self._cluster.invariants.resumes.get(group.number)
-        assert resume is None or incident.step == _step(resume), incident
+        restore_point = self._cluster.invariants.restore_points.get(group.number)
+        assert restore_point is None or incident.step == _step(restore_point), incident
         reached = max(self._reached[group.number, member.node_id] for member in group.members)
         replayed = max(0, reached - incident.step)
         assert incident.replayed_steps == replayed, f"{replayed} steps were replayed: {incident}"
@@ -236,5 +236,5 @@ class Incidents:
         return min(ends)
 
 
-def _step(resume: RestorePoint) -> int:
-    return resume.copy.step if resume.copy is not None else 0
+def _step(restore_point: RestorePoint) -> int:
+    return restore_point.copy.step if restore_point.copy is not None else 0

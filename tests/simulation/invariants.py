@@ -65,7 +65,7 @@ class Invariants:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.groups: dict[int, Group] = {}
-        self.resumes: dict[int, RestorePoint] = {}
+        self.restore_points: dict[int, RestorePoint] = {}
         self.commits: dict[int, Checkpoint] = {}
         self.specs: dict[int, Spec] = {}
         self._rollbacks: dict[int, StateId] = {}
@@ -87,7 +87,7 @@ class Invariants:
         self.handlers = {
             KEYS.spec: self._on_spec,
             KEYS.group: self._on_group,
-            KEYS.resume: self._on_resume,
+            KEYS.restore_point: self._on_resume,
             KEYS.checkpoint: self._on_checkpoint,
             KEYS.handoff: self._on_handoff,
             KEYS.result: self._on_result,
@@ -109,11 +109,11 @@ class Invariants:
         """With etcd's data all is gone for good that no living agent knows."""
         known = self._known()
         number = max((each.number for each in known), default=0)
-        resume = max((each.resume.group for each in known if each.resume is not None), default=0)
+        restore_point = max((each.restore_point.group for each in known if each.restore_point is not None), default=0)
         count = max((each.checkpoint.number for each in known if each.checkpoint is not None), default=0)
         revision = max((each.spec.revision for each in known), default=0)
         self.groups = {key: group for key, group in self.groups.items() if key <= number}
-        self.resumes = {key: each for key, each in self.resumes.items() if key <= resume}
+        self.restore_points = {key: each for key, each in self.restore_points.items() if key <= restore_point}
         self.commits = {key: each for key, each in self.commits.items() if key <= count}
         self.specs = {key: each for key, each in self.specs.items() if key <= revision}
         self.result = self._stood = None
@@ -168,11 +168,11 @@ class Invariants:
         """An agent reports that its ranks are stalled: that may be counted as a failure of theirs."""
         self.on_own_failure(number)
 
-    def on_begin(self, group: Group, resume: RestorePoint, copy: StateId | None) -> None:
-        told = self.resumes.get(group.number)
-        assert told is None or told == resume, f"group {group.number} begins by a record that was never written"
-        committed = resume.checkpoint.copy if resume.checkpoint is not None else None
-        if copy != resume.copy:
+    def on_begin(self, group: Group, restore_point: RestorePoint, copy: StateId | None) -> None:
+        told = self.restore_points.get(group.number)
+        assert told is None or told == restore_point, f"group {group.number} begins by a record that was never written"
+        committed = restore_point.checkpoint.copy if restore_point.checkpoint is not None else None
+        if copy != restore_point.copy:
             assert committed in self._cluster.training.files.damaged, "a rollback without damage"
             return
         assert self._cluster.training.history.is_after(copy, committed), "begins behind the committed checkpoint"
@@ -248,11 +248,11 @@ class Invariants:
 
     def _adopt(self, spec: Spec) -> None:
         """Nobody remembers the job that was lost: this is the job now, as etcd shows it."""
-        group, resume, committed = self._cluster.group, self._cluster.resume, self._cluster.checkpoint
+        group, restore_point, committed = self._cluster.group, self._cluster.restore_point, self._cluster.checkpoint
         self._run = spec.run
         self.specs = {spec.revision: spec}
         self.groups = {group.number: group} if group is not None else {}
-        self.resumes = {resume.group: resume} if resume is not None else {}
+        self.restore_points = {restore_point.group: restore_point} if restore_point is not None else {}
         self.commits = {committed.number: committed} if committed is not None else {}
 
     def _on_spec(self, keys: set[str]) -> None:
@@ -264,7 +264,7 @@ class Invariants:
             if KEYS.group not in keys and any(known.spec.run == self._run for known in self._known()):
                 return  # of a newcomer that knows nothing: its job ends when the lost one is restored
             self.groups.clear()
-            self.resumes.clear()
+            self.restore_points.clear()
         if is_new:
             self.specs.clear()
             self.commits.clear()
@@ -358,35 +358,41 @@ class Invariants:
     def _may_be_plain(self, last: Group, view: ClusterView | None) -> bool:
         """Whether no script has told what it commits, and this one has run for as long as makes up for that."""
         world = self._cluster.training.world_of(last)
-        if world is None or view is None or any(node.value.resumed for node in view.nodes):
+        if world is None or view is None or any(node.value.restoring_group for node in view.nodes):
             return False
         return self._cluster.now - world.started_at >= _PLAIN_WINDOWS * self._cluster.policy.progress_window_s
 
     def _on_resume(self, keys: set[str]) -> None:
-        resume = self._cluster.etcd.record(KEYS.resume, RestorePoint)
-        if resume is None:
-            self.resumes.clear()
+        restore_point = self._cluster.etcd.record(KEYS.restore_point, RestorePoint)
+        if restore_point is None:
+            self.restore_points.clear()
             return
-        known = self.resumes.get(resume.group)
-        assert known is None or known == resume, f"the beginning of group {resume.group} was rewritten"
+        known = self.restore_points.get(restore_point.group)
+        assert known is None or known == restore_point, f"the beginning of group {restore_point.group} was rewritten"
         if known is not None:
             return
-        assert resume.group > max(self.resumes, default=0), "a beginning goes back"
+        assert restore_point.group > max(self.restore_points, default=0), "a beginning goes back"
         self._check_leads()
         group = self._cluster.etcd.record(KEYS.group, Group)
         assert group is not None
         if KEYS.group in keys:  # restored
-            self.resumes[resume.group] = resume
+            self.restore_points[restore_point.group] = restore_point
             return
         best = self._newest(group)
-        assert resume.copy == best, f"group {group.number} begins after {named(resume.copy)}, not {named(best)}"
+        assert restore_point.copy == best, (
+            f"group {group.number} begins after {named(restore_point.copy)}, not {named(best)}"
+        )
         history = self._cluster.training.history
         if self._stood is not None:
             (world, copy), self._stood = self._stood, None
-            may_go_on = world.copy != copy and history.is_after(resume.copy, copy)  # they were never notified
-            assert may_go_on or resume.copy == copy, f"{named(copy)} was handed over, not {named(resume.copy)}"
-        assert all(history.is_after(resume.copy, cut) for cut in resume.lineage), f"no lineage: {resume}"
-        self.resumes[resume.group] = resume
+            may_go_on = world.copy != copy and history.is_after(restore_point.copy, copy)  # they were never notified
+            assert may_go_on or restore_point.copy == copy, (
+                f"{named(copy)} was handed over, not {named(restore_point.copy)}"
+            )
+        assert all(history.is_after(restore_point.copy, cut) for cut in restore_point.lineage), (
+            f"no lineage: {restore_point}"
+        )
+        self.restore_points[restore_point.group] = restore_point
 
     def _newest(self, group: Group) -> StateId | None:
         """The copy that the group should begin from, by the true history and what its members said they hold."""
@@ -403,7 +409,7 @@ class Invariants:
 
     def _is_true(self, copy: StateId) -> bool:
         """Whether the job's history goes, or may go on, through this copy."""
-        last = self.resumes.get(max(self.resumes, default=0))
+        last = self.restore_points.get(max(self.restore_points, default=0))
         if last is None or copy.run != self._run:
             return False
         begun = self._rollbacks.get(last.group, last.copy)
@@ -427,7 +433,7 @@ class Invariants:
         assert group is not None
         assert writer is not None
         assert any(member.link == writer.serial for member in group.members), f"{writer.name} commits, no member"
-        assert max(self.resumes, default=0) == group.number, "a commit before the group's beginning"
+        assert max(self.restore_points, default=0) == group.number, "a commit before the group's beginning"
         assert self._is_true(committed.copy), f"{named(committed.copy)} is not of the true history"
         history = self._cluster.training.history
         if last is not None and not committed.is_rollback:

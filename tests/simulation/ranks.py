@@ -45,7 +45,7 @@ class Ranks:
         """On the agent's clock."""
         self.reached = self.before = 0
         """The step that they have made last, and that those of the group before had."""
-        self.resume: RestorePoint | None = None
+        self.restore_point: RestorePoint | None = None
         self.page = 0
         """Number of the handoff that is wanted."""
         self.in_memory = False
@@ -66,10 +66,10 @@ class Ranks:
             case fx.StartWorkers(group, node_rank, spec):
                 self.node_rank = node_rank
                 self._start(group, spec.run)
-            case fx.SendRestorePoint(resume):
-                self.resume = resume
+            case fx.SendRestorePoint(restore_point):
+                self.restore_point = restore_point
                 if self.world is not None:
-                    self.world.on_restore_point(self._agent, resume)
+                    self.world.on_restore_point(self._agent, restore_point)
             case fx.RequestHandoff(group, number, in_memory):
                 self._set_handoff(group, number, in_memory=in_memory)
             case fx.AnswerPublish():
@@ -84,7 +84,7 @@ class Ranks:
 
     def _start(self, group: Group, run: str) -> None:
         self._cluster.invariants.on_start(self._agent, group, run)
-        self.group, self.resume, self.page = group, None, 0
+        self.group, self.restore_point, self.page = group, None, 0
         self.living = set(range(self._agent.state.me.nproc))
         self.is_stopping = False
         self.idle.clear()
@@ -171,12 +171,12 @@ class Ranks:
         """Rank 0 cannot read the checkpoint that it must begin from."""
         self.exit(0, 1, "", unreadable="/ckpt: Stale file handle")
 
-    def fail_of_a_mistake(self) -> None:
+    def fail_with_script_error(self) -> None:
         """The script has one, which ends each of them."""
         for local_rank in sorted(self.living):
-            self.exit(local_rank, 1, "boom", mistake="NameError: name 'x' is not defined (train.py, line 3)")
+            self.exit(local_rank, 1, "boom", script_error="NameError: name 'x' is not defined (train.py, line 3)")
 
-    def exit(self, local_rank: int, code: int, tail: str, *, unreadable: str = "", mistake: str = "") -> None:
+    def exit(self, local_rank: int, code: int, tail: str, *, unreadable: str = "", script_error: str = "") -> None:
         """One of them ends by itself; with a code below zero by that signal."""
         if local_rank not in self.living or self.group is None:
             return
@@ -187,7 +187,9 @@ class Ranks:
         ended = (None, -code) if code < 0 else (code, None)
         at = self._agent.wall()
         self._cluster.invariants.incidents.on_end(self._agent, self.group, local_rank)
-        self._agent.post(ev.WorkerExited(self.number, local_rank, *ended, tail, step, at, unreadable, mistake=mistake))
+        self._agent.post(
+            ev.WorkerExited(self.number, local_rank, *ended, tail, step, at, unreadable, script_error=script_error)
+        )
         if code and self.world is not None:
             self.world.on_gone(self._agent)
         if not self.living:

@@ -112,7 +112,7 @@ class Scenario:
             POLICY,
             max_restarts=int(options.get("restarts", "1000")),
             progress_window_s=float(options.get("window", "60")),
-            ends_at_mistakes="mistakes" in job,
+            ends_at_script_errors="mistakes" in job,
         )
         self.cluster = Cluster(0, np=_np(job[0]), policy=policy)
         self.cluster.random = Calm()
@@ -142,7 +142,7 @@ class Scenario:
             "end": self._end,
             "port-taken": self._take_port,
             "stuck": lambda name: setattr(self._agent(name).ranks, "is_stuck", True),
-            "mistake": lambda name: self._agent(name).ranks.fail_of_a_mistake(),
+            "mistake": lambda name: self._agent(name).ranks.fail_with_script_error(),
             "lose-peer": lambda name: self._agent(name).ranks.exit(0, 1, PEER_LOST),
             "publish": self._publish,
             "hide": lambda name, key="": self._agent(name).mirror.hidden.add(KEYS.prefix + key),

@@ -57,10 +57,10 @@ SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_
 
 
 def view_of_group(number: int, *, begun: int) -> ClusterView:
-    resume = RestorePoint(group=begun, copy=None, lineage=(), checkpoint=None)
+    restore_point = RestorePoint(group=begun, copy=None, lineage=(), checkpoint=None)
     group = Group(run="r", number=number, members=(), cause="wait", reason=LOST, restarts=0, step=0, reached=0)
     return ClusterView(
-        9, is_whole=True, spec=Stored(SPEC, 1, 1), group=Stored(group, 2, 2), resume=Stored(resume, 3, 3)
+        9, is_whole=True, spec=Stored(SPEC, 1, 1), group=Stored(group, 2, 2), restore_point=Stored(restore_point, 3, 3)
     )
 
 
@@ -302,11 +302,13 @@ def test_of_two_runs_that_nodes_remember_the_one_that_got_further_is_restored() 
 
 def test_what_an_old_backup_was_given_since_is_not_written_over() -> None:
     """A commit that was under way when etcd came back as it was lands, and nobody has seen it before."""
-    resume = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
+    restore_point = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
     first = msgspec.structs.replace(ASKED.checkpoint, number=1)
     second = msgspec.structs.replace(first, number=2)
     node = Cluster(0, np=(1, 1)).start("a").state.node
-    told = CachedRecords(spec=SPEC, group=view_of_group(2, begun=2).group.value, resume=resume, checkpoint=first)
+    told = CachedRecords(
+        spec=SPEC, group=view_of_group(2, begun=2).group.value, restore_point=restore_point, checkpoint=first
+    )
     nodes = (Stored(msgspec.structs.replace(node, cached=told), 1, 1),)
     shown = replace(view_of_group(1, begun=1), nodes=nodes, checkpoint=Stored(second, 4, 4))
     lost = cached_records.lost_data(shown)
@@ -318,8 +320,8 @@ def test_what_was_restored_is_not_restored_again() -> None:
     """A node goes on telling what it knows until it has seen that etcd shows it again."""
     shown = view_of_group(2, begun=2)
     assert shown.group is not None
-    assert shown.resume is not None
-    told = CachedRecords(spec=SPEC, group=shown.group.value, resume=shown.resume.value)
+    assert shown.restore_point is not None
+    told = CachedRecords(spec=SPEC, group=shown.group.value, restore_point=shown.restore_point.value)
     node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, cached=told)
     nodes = (Stored(node, 1, 1),)
     assert cached_records.lost_data(replace(view_of_group(1, begun=1), nodes=nodes)) == told
@@ -334,7 +336,7 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     """The group that it made is not the one that was lost: nothing is added to it."""
     shown = view_of_group(3, begun=3)
     assert shown.group is not None
-    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, resumed=3)
+    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, restoring_group=3)
     group = msgspec.structs.replace(shown.group.value, members=(node.member,))
     shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
     phases = Phases(detect_s=1.0, agree_s=1.0, stop_s=5.0)

@@ -101,11 +101,11 @@ class World:
             found.append(agent)
         return found
 
-    def on_restore_point(self, agent: Agent, resume: RestorePoint) -> None:
+    def on_restore_point(self, agent: Agent, restore_point: RestorePoint) -> None:
         """One member's ranks know where to begin."""
-        assert resume.group == self.group.number, "workers are told of another group's beginning"
+        assert restore_point.group == self.group.number, "workers are told of another group's beginning"
         assert agent.state.identity not in self._told, "workers are told twice"
-        self._told[agent.state.identity] = resume
+        self._told[agent.state.identity] = restore_point
         if not self.is_begun and all(member.identity in self._told for member in self.group.members):
             agent.ranks.later(self._cluster.random.uniform(0.0, 0.1), self._begin)
 
@@ -113,21 +113,21 @@ class World:
         agents = self.agents()
         if agents is None or self.is_begun:
             return
-        told = {resume.copy for resume in self._told.values()}
+        told = {restore_point.copy for restore_point in self._told.values()}
         assert len(told) == 1, f"ranks of group {self.group.number} begin at {told}"
-        resume = next(iter(self._told.values()))
-        if not self._training.is_held_by(agents, resume.copy) and agents[0].name in self._training.files.away:
+        restore_point = next(iter(self._told.values()))
+        if not self._training.is_held_by(agents, restore_point.copy) and agents[0].name in self._training.files.away:
             agents[0].ranks.cannot_read()
             return
-        self.copy = self._training.load(agents, resume)
+        self.copy = self._training.load(agents, restore_point)
         self.is_begun = True
         self.loaded_at = self._cluster.now
         self.step = self.copy.step if self.copy is not None else 0
-        self._cluster.invariants.on_begin(self.group, resume, self.copy)
-        where = f" at {named(self.copy)}" if self.copy is not None and self.copy != resume.copy else ""
+        self._cluster.invariants.on_begin(self.group, restore_point, self.copy)
+        where = f" at {named(self.copy)}" if self.copy is not None and self.copy != restore_point.copy else ""
         self._cluster.transcript.note(f"train {self.group.number}{where}")
-        self.publisher.inherit(resume)
-        if resume.copy != self.copy and self.copy is not None:
+        self.publisher.inherit(restore_point)
+        if restore_point.copy != self.copy and self.copy is not None:
             self.publisher.roll_back(agents[0], self.copy)
         self._cluster.after(self._training.step_s(), self._turn)
 
@@ -330,9 +330,9 @@ class Training:
         held = (each for agent in agents for each in agent.memory.values())
         return copy is None or copy in complete_copies(held)
 
-    def load(self, agents: list[Agent], resume: RestorePoint) -> StateId | None:
+    def load(self, agents: list[Agent], restore_point: RestorePoint) -> StateId | None:
         """Read the copy that was named, from the members' memory or from its files."""
-        copy, committed = resume.copy, resume.checkpoint
+        copy, committed = restore_point.copy, restore_point.checkpoint
         if copy is None:
             return None
         if self.is_held_by(agents, copy):

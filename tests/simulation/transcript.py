@@ -44,7 +44,7 @@ _KINDS: dict[str, type[Record]] = {
     KEYS.leader: Leader,
     KEYS.group: Group,
     KEYS.incidents: Incident,
-    KEYS.resume: RestorePoint,
+    KEYS.restore_point: RestorePoint,
     KEYS.handoff: HandoffRequest,
     KEYS.checkpoint: Checkpoint,
     KEYS.statuses(): MemberStatus,
@@ -316,19 +316,19 @@ def _reported(node: Node) -> tuple[bool, bool, bool, int, int]:
 def _group(group: Group, ended: tuple[WorkerEnd, ...]) -> str:
     members = " ".join(member.node_id for member in group.members) or "nobody"
     cause = f"{group.cause}: {_ended(ended)}" if ended else group.cause
-    counted = [("restarts", group.restarts), ("flaps", group.flaps), ("unread", group.unread)]
+    counted = [("restarts", group.restarts), ("flaps", group.flaps), ("failed reads", group.failed_reads)]
     told = [f"{name} {value}" for name, value in counted if value]
-    if group.last:
-        told.append(f"last {' '.join(group.last)}")
+    if group.placed_last:
+        told.append(f"last {' '.join(group.placed_last)}")
     return ", ".join([f"group {group.number}: {members} ({cause})", *told])
 
 
-def _restored(resume: RestorePoint) -> str:
-    if resume.copy is None:
+def _restored(restore_point: RestorePoint) -> str:
+    if restore_point.copy is None:
         return "nothing"
-    committed = resume.checkpoint
-    is_saved = committed is not None and committed.copy == resume.copy
-    return f"{named(resume.copy)} from {f'checkpoint {committed.number}' if is_saved else 'memory'}"
+    committed = restore_point.checkpoint
+    is_saved = committed is not None and committed.copy == restore_point.copy
+    return f"{named(restore_point.copy)} from {f'checkpoint {committed.number}' if is_saved else 'memory'}"
 
 
 def _checkpoint(committed: Checkpoint) -> str:

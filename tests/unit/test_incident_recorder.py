@@ -198,7 +198,7 @@ def test_times_of_two_leaders_are_not_compared() -> None:
 
 def test_an_incident_is_completed_once_all_have_reported() -> None:
     opened = msgspec.structs.replace(FIRST, group=2, at=120.0, members=change(2).members, phases=Phases(detect_s=1.0))
-    view = shown(group(2), incidents=[stored(opened)], told=statuses(moved(2)), resume=begun(2, 5))
+    view = shown(group(2), incidents=[stored(opened)], told=statuses(moved(2)), restore_point=begun(2, 5))
     ((incident, revision),) = written(Recorder(), leads(view))
     assert (incident.phases.is_complete, incident.replayed_steps, incident.step, revision) == (True, 2, 5, 7)
     assert written(Recorder(), leads(shown(group(2), incidents=[stored(incident)], told=statuses(moved(2))))) == []
@@ -208,7 +208,7 @@ def test_incidents_of_groups_that_are_over_are_written_in_their_order() -> None:
     """Two leaders in a row died; of the group between them all had reported, and its restore point is overwritten."""
     told = statuses(exited(1), moved(2, before=9), exited(2, code=3))
     changes = [change(2), change(3, last_began_after=5, cause="lost", reason=lost("b"))]
-    view = shown(group(3), changes=changes, incidents=[stored(FIRST)], told=told, resume=begun(3, 8))
+    view = shown(group(3), changes=changes, incidents=[stored(FIRST)], told=told, restore_point=begun(3, 8))
     (second, _), (third, _) = written(Recorder(), leads(view))
     assert (second.group, second.phases.is_complete, second.step, second.replayed_steps) == (2, True, 5, 4)
     assert (third.group, third.cause, third.before) == (3, "lost", second.totals)
@@ -288,14 +288,16 @@ def test_what_was_written_need_not_be_seen_to_be_completed() -> None:
         changes=[change(2)],
         incidents=[stored(FIRST)],
         told=statuses(moved(2)),
-        resume=begun(2, 5),
+        restore_point=begun(2, 5),
     )
     ((incident, revision),) = written(done, leads(reported), 2.0)
     assert (incident.phases.is_complete, revision) == (True, 25)
 
 
 def test_a_completed_incident_is_announced_once_and_the_group_before_it() -> None:
-    view = shown(group(2), changes=[change(2)], incidents=[stored(FIRST)], told=statuses(moved(2)), resume=begun(2, 5))
+    view = shown(
+        group(2), changes=[change(2)], incidents=[stored(FIRST)], told=statuses(moved(2)), restore_point=begun(2, 5)
+    )
     recorder, sentences, write = observe_turn(Recorder(), leads(view), 0.0)
     assert "group 2: 1 rank on a; rank 0 on a exited with code 1" in sentences
     assert write is not None
@@ -354,7 +356,7 @@ def test_a_result_says_what_the_incidents_cost() -> None:
         changes=[change(2)],
         incidents=[stored(FIRST)],
         told=statuses(moved(2), exited(2, code=0)),
-        resume=begun(2, 5),
+        restore_point=begun(2, 5),
     )
     told = summarize(Recorder(), leads(view), result)
     assert told == msgspec.structs.replace(result, summary="1 incident cost 5.0 s; goodput 95.0 %; 2 replayed steps")

@@ -63,11 +63,11 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     told = {"group_revision": at["group"]}
     lead = {"group", "leader"}
     group = fx.WriteGroup(GROUP, None, None, spec_revision=at["spec"], **led)
-    resume = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
+    restore_point = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
     result = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
     return {
         "group": (group, lead | {"spec"}),
-        "resume": (fx.WriteRestorePoint(resume, **led), lead),
+        "resume": (fx.WriteRestorePoint(restore_point, **led), lead),
         "handoff": (fx.WriteHandoff(HandoffRequest(group=1, after=0, reason=LOST), **led), lead),
         "result": (fx.WriteResult(result, **led), lead | {"result"}),
         "checkpoint": (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.workers.last_error import find_error, find_mistake, read_error_file, start_error
+from agent.workers.last_error import find_error, find_script_error, read_error_file, start_error
 from agent.workers.output import Output
 
 PLAIN = """\
@@ -342,7 +342,7 @@ ModuleNotFoundError: No module named 'torchh'
 
 
 @pytest.mark.parametrize(
-    ("text", "mistake"),
+    ("text", "script_error"),
     [
         (TYPO, "ModuleNotFoundError: No module named 'torchh' (/job/typo.py, line 4)"),
         (PLAIN, "ValueError: no such thing (/job/train.py, line 7)"),
@@ -363,5 +363,5 @@ ModuleNotFoundError: No module named 'torchh'
         ("ValueError: told without a traceback\n", ""),
     ],
 )
-def test_a_mistake_in_the_script_is_distinguished_from_a_passing_failure(text: str, mistake: str) -> None:
-    assert find_mistake(text) == mistake
+def test_a_mistake_in_the_script_is_distinguished_from_a_passing_failure(text: str, script_error: str) -> None:
+    assert find_script_error(text) == script_error

@@ -125,7 +125,7 @@ SENTENCES: list[tuple[Reason, str]] = [
         Waiting(
             what="same error",
             node_ids=("b",),
-            because=WorkersFailed(first=FailedWorker(node_id="a", rank=0, mistake="KeyError: {x}")),
+            because=WorkersFailed(first=FailedWorker(node_id="a", rank=0, script_error="KeyError: {x}")),
         ),
         "KeyError: {x}; waiting for the same error on b",
     ),
@@ -151,7 +151,7 @@ SENTENCES: list[tuple[Reason, str]] = [
     (GaveUp(after_s=9.0, waiting=FEW), "gave up after 9 s of waiting for 1 of 2 nodes; here: a"),
     (NotRetried(first=EXITED, why="asked"), "rank 0 on a exited with code 1, which asks for no restart"),
     (
-        NotRetried(first=EXITED, why="mistake"),
+        NotRetried(first=EXITED, why="script error"),
         "rank 0 on a exited with code 1, as did every rank, twice in a row; --max_restarts=N tries N times",
     ),
     (

@@ -102,7 +102,7 @@ def view(
         group=now,
         nodes=tuple(sorted(reaching, key=lambda n: n.create_revision)),
         statuses=statuses(*reports),
-        resume=Stored(RestorePoint(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11)
+        restore_point=Stored(RestorePoint(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11)
         if now
         else None,
     )
@@ -304,15 +304,15 @@ def test_progress_refills_the_budget(step_s: float, refills_at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "ran_s", "resumed", "wanted"),
+    ("step", "ran_s", "restoring_group", "wanted"),
     [(0, 3600.0, 0, Group), (0, 3599.0, 0, Result), (7, 3600.0, 0, Result), (0, 3600.0, 1, Result)],
 )
 def test_time_until_the_failure_is_progress_only_for_scripts_that_commit_nothing(
-    step: int, ran_s: float, resumed: int, wanted: type
+    step: int, ran_s: float, restoring_group: int, wanted: type
 ) -> None:
     """One that asks where to begin does commit."""
     place = node("a", 1)
-    place = replace(place, value=msgspec.structs.replace(place.value, resumed=resumed))
+    place = replace(place, value=msgspec.structs.replace(place.value, restoring_group=restoring_group))
     trains = view(spec(1), place, now=group("a", restarts=3, step=step))
     fails = replace(trains, statuses=statuses(failed("a", step=step)))
     seen = observe(observe(Observations(), trains, 100.0), fails, 100.0 + ran_s)
@@ -463,10 +463,10 @@ def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
 
 
 def handed(
-    *, handoff: int | None = None, saved: int = 0, saved_for: int = 0, is_late: bool = False, resumed: int = 1
+    *, handoff: int | None = None, saved: int = 0, saved_for: int = 0, is_late: bool = False, restoring_group: int = 1
 ) -> ClusterView:
     """`a` trains and commits, and `b` was asked to leave; the requested handoff, and the checkpoint last committed."""
-    a = msgspec.structs.replace(node("a", 1).value, resumed=resumed)
+    a = msgspec.structs.replace(node("a", 1).value, restoring_group=restoring_group)
     b = msgspec.structs.replace(node("b", 2).value, is_draining=True)
     shown = view(spec(1, 2), Stored(a, 1, 1), Stored(b, 2, 2), now=group("a", "b"))
     checkpoint = Checkpoint(
@@ -505,12 +505,12 @@ def test_a_planned_change_begins_with_a_handoff_request() -> None:
 
 
 def test_a_script_that_never_asked_where_to_begin_is_not_asked_to_stop() -> None:
-    assert names(hand_over(handed(resumed=0))) == ["a"]
+    assert names(hand_over(handed(restoring_group=0))) == ["a"]
 
 
 def test_a_group_that_has_not_begun_has_nothing_to_hand_over() -> None:
     begun = RestorePoint(group=0, copy=None, lineage=(), checkpoint=None)
-    assert names(hand_over(replace(handed(), resume=Stored(begun, 3, 3)))) == ["a"]
+    assert names(hand_over(replace(handed(), restore_point=Stored(begun, 3, 3)))) == ["a"]
 
 
 def test_a_drain_waits_for_its_handoff_until_its_deadline() -> None:
@@ -523,7 +523,7 @@ def test_a_drain_waits_for_its_handoff_until_its_deadline() -> None:
 
 
 def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
-    a = msgspec.structs.replace(node("a", 1).value, resumed=1)
+    a = msgspec.structs.replace(node("a", 1).value, restoring_group=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
     requested = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=LOST), 12, 12))
     assert hand_over(seen, requested, after_s=599.0).action is None
@@ -531,7 +531,7 @@ def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
 
 
 def test_a_handoff_is_requested_again_if_only_other_checkpoints_are_committed() -> None:
-    a = msgspec.structs.replace(node("a", 1).value, resumed=1)
+    a = msgspec.structs.replace(node("a", 1).value, restoring_group=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
     requested = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=LOST), 12, 12))
     saved = replace(requested, checkpoint=handed(saved=1).checkpoint)
@@ -580,7 +580,7 @@ def test_a_handoff_request_that_was_lost_or_overwritten_by_an_older_one_is_writt
 
 def growing(*, handoff: int | None = None, quiesced: str = "", is_late: bool = False) -> ClusterView:
     """Node b joins a, whose script commits; the requested handoff, and the nodes whose ranks are quiesced for it."""
-    a = msgspec.structs.replace(node("a", 1).value, resumed=1)
+    a = msgspec.structs.replace(node("a", 1).value, restoring_group=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
     told = tuple(
         Quiesced(group=1, node_id=who, incarnation="i", number=handoff or 0, step=9, is_late=is_late)
@@ -602,7 +602,7 @@ def test_snapshots_are_enough_if_the_remaining_members_hold_all_parts() -> None:
 def test_each_node_that_leaves_must_have_a_neighbour_that_stays(size: int, *, is_enough: bool) -> None:
     """Of four in a ring: c's neighbours are b and d."""
     nodes = [node(name, age) for age, name in enumerate("abcd", 1)]
-    nodes[0] = replace(nodes[0], value=msgspec.structs.replace(nodes[0].value, resumed=1))
+    nodes[0] = replace(nodes[0], value=msgspec.structs.replace(nodes[0].value, restoring_group=1))
     planned = hand_over(view(spec(size), *nodes, now=group("a", "b", "c", "d")))
     assert planned.action == HandoffRequest(
         group=1, after=0, reason=Requested(what="np", np=str(size)), in_memory=is_enough
@@ -658,10 +658,12 @@ def test_a_node_that_fails_twice_in_a_row_comes_last_until_there_is_progress() -
         ("a", ("a",), (), (3, ("a",), "a")),
     )
     for before, last, reports, after in table:
-        ended = msgspec.structs.replace(group("a", "b", restarts=3, step=7).value, failed=before, last=last)
+        ended = msgspec.structs.replace(
+            group("a", "b", restarts=3, step=7).value, failed_alone=before, placed_last=last
+        )
         is_failure = any(report.failure is not None for report in reports)
         told = tally(ended, reports, 0.0, 60.0, is_failure=is_failure)
-        assert (told.restarts, told.last, told.failed) == after, (before, last, reports)
+        assert (told.restarts, told.placed_last, told.failed_alone) == after, (before, last, reports)
 
 
 def test_in_a_first_group_warmth_has_no_say() -> None:
@@ -697,15 +699,18 @@ def test_in_a_first_group_warmth_has_no_say() -> None:
 def test_a_node_that_alone_fails_twice_before_a_first_step_is_left_out(
     before: str, step: int, plain_s: float, names_: str, early: str, *, is_out: bool
 ) -> None:
-    ended = msgspec.structs.replace(group(*names_, step=7).value, early=before, left_out=(Identity("x", "i"),))
+    ended = msgspec.structs.replace(group(*names_, step=7).value, failed_early=before, left_out=(Identity("x", "i"),))
     told = tally(ended, (failed("b", step=step, step_s=1000.0),), plain_s, 60.0, is_failure=True)
-    assert told.early == early
+    assert told.failed_early == early
     assert told.left_out == (Identity("x", "i"), *([Identity("b", "i1")] if is_out else []))
 
 
 def failing_early(*, np: Stored[Spec], there: str = "ab") -> ClusterView:
     now = group("a", "b", step=7)
-    now = replace(now, value=msgspec.structs.replace(now.value, failed="b", early="b", left_out=(Identity("x", "i"),)))
+    now = replace(
+        now,
+        value=msgspec.structs.replace(now.value, failed_alone="b", failed_early="b", left_out=(Identity("x", "i"),)),
+    )
     nodes = (node(name, age) for age, name in enumerate(there, start=1))
     return view(np, *nodes, now=now, reports=(failed("b", step=7, step_s=1000.0),))
 
@@ -739,7 +744,7 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_an
     waits = []
     for tries in (0, 1, 2, 8, 100):
         now = group("a", "b", restarts=3)
-        now = replace(now, value=msgspec.structs.replace(now.value, unread=tries))
+        now = replace(now, value=msgspec.structs.replace(now.value, failed_reads=tries))
         seen = view(spec(2), node("a", 1), node("b", 2), now=now, reports=(unreadable,))
         planned = decide(seen)
         waits.append(0.0 if planned.wake_at is None else planned.wake_at - 100.0)
@@ -748,15 +753,15 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_an
         first = FailedWorker(node_id="a", rank=0, exit_code=1, unreadable="/x: No such file")
         assert tried.reason == WorkersFailed(first=first)
         assert isinstance(tried.action, Group)
-        assert (tried.action.restarts, tried.action.unread) == (3, tries + 1)
+        assert (tried.action.restarts, tried.action.failed_reads) == (3, tries + 1)
     assert waits == [0.0, 0.5, 1.0, 30.0, 30.0]
 
 
 def test_progress_and_another_failure_end_the_tries_to_read() -> None:
-    ended = msgspec.structs.replace(group("a", "b", step=7).value, unread=5)
-    assert tally(ended, (), 0.0, 60.0, is_failure=False).unread == 5
-    assert tally(ended, (failed("a"),), 0.0, 60.0, is_failure=True).unread == 0
-    assert tally(ended, (finished("a"), failed("b", step=8)), 0.0, 60.0, is_failure=True).unread == 0
+    ended = msgspec.structs.replace(group("a", "b", step=7).value, failed_reads=5)
+    assert tally(ended, (), 0.0, 60.0, is_failure=False).failed_reads == 5
+    assert tally(ended, (failed("a"),), 0.0, 60.0, is_failure=True).failed_reads == 0
+    assert tally(ended, (finished("a"), failed("b", step=8)), 0.0, 60.0, is_failure=True).failed_reads == 0
 
 
 def test_the_node_whose_own_disk_has_the_checkpoint_gets_rank_0_also_from_among_the_spares() -> None:
@@ -775,7 +780,7 @@ def test_what_fails_again_and_again_is_tried_ever_more_slowly_up_to_half_a_minut
 
 def test_a_checkpoint_that_could_not_be_read_5000_times_is_waited_for() -> None:
     now = group("a", "b")
-    now = replace(now, value=msgspec.structs.replace(now.value, unread=5000))
+    now = replace(now, value=msgspec.structs.replace(now.value, failed_reads=5000))
     away = failed("a")
     assert away.failure is not None
     away = msgspec.structs.replace(away, failure=msgspec.structs.replace(away.failure, unreadable="/ckpt: Stale"))
@@ -783,7 +788,7 @@ def test_a_checkpoint_that_could_not_be_read_5000_times_is_waited_for() -> None:
     assert decide(seen, after_s=29.0).action is None
     after = decide(seen, after_s=30.0).action
     assert isinstance(after, Group)
-    assert after.unread == 5001
+    assert after.failed_reads == 5001
 
 
 def test_a_job_that_may_fail_without_end_may() -> None:

@@ -123,7 +123,7 @@ def part(group: int, step: int, rank: int) -> SnapshotPart:
     return SnapshotPart(copy=copy(group, step), world_size=WORLD, rank=rank, checksum=7, data=f"{rank} {step}".encode())
 
 
-def resume(group: int, begin: StateId | None) -> RestorePoint:
+def restore_point(group: int, begin: StateId | None) -> RestorePoint:
     return RestorePoint(group=group, copy=begin, lineage=(), checkpoint=None)
 
 
@@ -251,7 +251,7 @@ def test_a_group_without_snapshots_keeps_the_one_it_was_restored_from(bench: Ben
     bench.snapshots.store_replica(part(1, 5, 2))
     bench.end()
     bench.begin(2)
-    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(restore_point(2, copy(1, 5)))
     assert bench.read(copy(1, 5)) == {
         ("common", 0): b"common 5",
         ("part", 0): b"0 5",
@@ -275,7 +275,7 @@ def test_the_memory_of_snapshots_that_are_not_restored_is_freed(bench: Bench) ->
     bench.end()
     assert used(bench, 1) >= 2 * LARGE
     bench.begin(2)
-    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(restore_point(2, copy(1, 5)))
     wait_for(lambda: used(bench, 1) < LARGE + (1 << 20), "the other one's memory is given back")
     assert used(bench, 1) > LARGE
     assert bench.read(copy(1, 5))["part", 0] == bytes([5]) * LARGE
@@ -296,7 +296,7 @@ def test_freeing_memory_blocks_no_caller(bench: Bench, monkeypatch: pytest.Monke
         close(fd)
 
     monkeypatch.setattr(os, "close", close_slowly)
-    bench.snapshots.on_restore_point(resume(3, begun))
+    bench.snapshots.on_restore_point(restore_point(3, begun))
     assert used(bench, 2) >= 2 * LARGE, "the rest of it comes after what is slow"
     assert bench.read(begun)["part", 0] == bytes([2]) * LARGE
     bench.begin(3)
@@ -314,7 +314,7 @@ def test_older_snapshots_are_released_once_the_restore_point_is_settled(bench: B
     bench.make(6)
     assert bench.end() == (held(1, 5, 0, 1), held(2, 6, 0, 1)), "not all ranks may have made the second"
     bench.begin(3)
-    bench.snapshots.on_restore_point(resume(3, copy(2, 6)))
+    bench.snapshots.on_restore_point(restore_point(3, copy(2, 6)))
     assert bench.end() == (held(2, 6, 0, 1),)
 
 
@@ -323,7 +323,7 @@ def test_a_late_part_of_the_restored_snapshot_is_kept(bench: Bench) -> None:
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(restore_point(2, copy(1, 5)))
     bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.end() == (held(1, 5, 0, 1, 2),)
 
@@ -341,7 +341,7 @@ def test_a_group_that_starts_from_a_checkpoint_keeps_no_older_snapshot(bench: Be
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.on_restore_point(resume(2, copy(1, 3)))
+    bench.snapshots.on_restore_point(restore_point(2, copy(1, 3)))
     bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.end() == ()
 
@@ -351,7 +351,7 @@ def test_the_restored_snapshot_is_released_after_three_new_ones_of_each_rank(ben
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(restore_point(2, copy(1, 5)))
     bench.make(6, 7)
     bench.ranks[0].write(8)
     bench.snapshots.on_snapshot(0, 8)

@@ -50,7 +50,7 @@ TRAINING = ClusterView(
     is_whole=True,
     spec=Stored(SPEC, 1, 1),
     group=Stored(GROUP, 10, 10),
-    resume=Stored(RestorePoint(group=4, copy=None, lineage=(), checkpoint=None), 11, 11),
+    restore_point=Stored(RestorePoint(group=4, copy=None, lineage=(), checkpoint=None), 11, 11),
     checkpoint=Stored(COMMITTED, 12, 12),
     handoff=Stored(REQUEST, 13, 13),
 )

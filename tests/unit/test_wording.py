@@ -97,7 +97,7 @@ def view(
         spec=Stored(spec, 1, 1),
         nodes=tuple(Stored(each, age, age) for age, each in enumerate(nodes, start=2)),
         group=Stored(group, 10, 10) if group is not None else None,
-        resume=Stored(begins, 11, 11) if group is not None else None,
+        restore_point=Stored(begins, 11, 11) if group is not None else None,
         statuses=statuses(*parts),
         **more,  # type: ignore[arg-type] - its other fields
     )
@@ -192,7 +192,11 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case(
             "c joined (np 1:3); its ranks are to stop after a common step and save it",
             view(
-                ELASTIC, but(A, resumed=1), B, C, handoff=Stored(HandoffRequest(group=1, after=0, reason=LOST), 12, 12)
+                ELASTIC,
+                but(A, restoring_group=1),
+                B,
+                C,
+                handoff=Stored(HandoffRequest(group=1, after=0, reason=LOST), 12, 12),
             ),
         ),
         case("np is now 1", view(but(SPEC, np_min=1, np_max=1), A, B)),
@@ -235,7 +239,7 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("the master's port on a was taken", view(SPEC, A, B, parts=(report(is_port_taken=True),))),
         case(
             "waiting for the checkpoint: a cannot read /x; trying again in a moment",
-            view(SPEC, A, B, group=but(PAIR, unread=4), parts=(report(unreadable="/x"),)),
+            view(SPEC, A, B, group=but(PAIR, failed_reads=4), parts=(report(unreadable="/x"),)),
         ),
         case(
             f"training on 2 nodes (np 2); rank 1 on b {STILL} it sleeps at t.py:3 in f; 1 of 1 others wait for it",
@@ -331,7 +335,7 @@ def test_a_refused_commit_has_a_reason() -> None:
     group = Stored(but(PAIR, number=2), 10, 10)
     over = replace(view(SPEC, A, B), group=group)
     assert refused(ASKED, over) == "group 2 has been formed since"
-    now = replace(over, resume=BEGUN, checkpoint=Stored(SAVED, 12, 12))
+    now = replace(over, restore_point=BEGUN, checkpoint=Stored(SAVED, 12, 12))
     cut_off = "step 5 of group 1 is not of this job's history"
     assert refused(replace(ASKED, group=2), replace(now, checkpoint=None)) == cut_off
     assert refused(replace(ASKED, group=2), now) == f"{cut_off}: it goes on from another copy"
