@@ -288,7 +288,5 @@ def _open_once(descriptor: int) -> AgentChannel:
     try:
         return AgentChannel(descriptor)
     except OSError as error:
-        raise RuntimeError(
-            f"{contract.CHANNEL_FD} is {descriptor}, which is not open here ({error.strerror}): the agent talks to the "
-            "process that it started alone; to use State in another process, start that one without the variable"
-        ) from error
+        what = f"not open here ({error.strerror})"
+        raise contract.not_handed_down(contract.CHANNEL_FD, descriptor, what) from error

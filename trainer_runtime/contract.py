@@ -144,6 +144,14 @@ _RESTORED_AT = 64
 _IN_MEMORY_AT = 72
 
 
+def not_handed_down(variable: str, fd: int, what: str) -> RuntimeError:
+    """Return the error of a process that has the agent's variable, but not the descriptor. `what`: is wrong with it."""
+    return RuntimeError(
+        f"{variable} is {fd}, which is {what}: only the process that the agent started can use it; to use State in "
+        f"another process, start that process without {variable}"
+    )
+
+
 def is_control_page(fd: int) -> bool:
     """Return whether the descriptor is a control page, and not what a child of the script has under its number."""
     try:

@@ -252,10 +252,7 @@ def open_control_page() -> contract.ControlPage | None:
     if descriptor is None:
         return None
     if not contract.is_control_page(int(descriptor)):
-        raise RuntimeError(
-            f"{contract.CONTROL_FD} is {descriptor}, which is not the agent's page here: the agent talks to the "
-            "process that it started alone; to use State in another process, start that one without the variable"
-        )
+        raise contract.not_handed_down(contract.CONTROL_FD, int(descriptor), "not the agent's page here")
     page = contract.ControlPage(int(descriptor))
     if page.version != contract.PAGE_VERSION:
         raise RuntimeError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import weakref
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,43 @@ _NOWHERE = "-"
 """No directory has this name. Not empty, because an empty value in the store counts as absent."""
 
 
+_LARGE_BYTES = 65_536
+"""Values that are tensors of this size or more are compared by identity and version, not by content."""
+
+
+class _Mark:
+    """Tells whether a value, a schedule, a random state or a tensor has changed since this was made."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._small, large, self._versions = self._read(contents)
+        self._large = [(weakref.ref(each), each._version) for each in large]  # noqa: SLF001 - no public name
+
+    def is_of(self, contents: Contents) -> bool:
+        """Return whether the state is still the same."""
+        small, large, versions = self._read(contents)
+        return (small, versions, len(large)) == (self._small, self._versions, len(self._large)) and all(
+            was() is each and version == each._version  # noqa: SLF001 - as above
+            for (was, version), each in zip(self._large, large, strict=True)
+        )
+
+    @staticmethod
+    def _read(contents: Contents) -> tuple[bytes, list[torch.Tensor], list[tuple[int, int]]]:
+        """Return a digest of everything small, the large tensors among the values, and where all other tensors are."""
+        light = take_apart([contents.read_light(), contents.parts.read()])
+        large = [each for each in light.leaves if _is_large(each)]
+        packet = io.BytesIO()
+        torch.save([light.containers, [each for each in light.leaves if not _is_large(each)]], packet)
+        tensors = [
+            each for each in take_apart(contents.read()).leaves if isinstance(each, torch.Tensor) and is_ordinary(each)
+        ]
+        versions = [(each.data_ptr(), each._version) for each in tensors if not each.is_inference()]  # noqa: SLF001 - as above
+        return blake2b(packet.getvalue(), digest_size=16).digest(), large, versions
+
+
+def _is_large(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_inference() and leaf.nbytes >= _LARGE_BYTES
+
+
 @dataclass(slots=True)
 class Saver:
     """Saves the last committed step; all ranks do so at the same steps."""
@@ -62,8 +100,8 @@ class Saver:
     """For the agreement on where shards are written; None: nothing is sharded."""
     _attempt: tuple[tuple[int, int], int] = field(default=((0, 0), 0), init=False)
     """The last attempt: its step and save, and the number of attempts at these."""
-    _written: bytes = field(default=b"", init=False)
-    """The mark of the state that was handed to the writer last."""
+    _written: _Mark | None = field(default=None, init=False)
+    """Of the state that was handed to the writer last."""
 
     def check(self) -> None:
         """Raise TypeError, with the name, if something could not be loaded back."""
@@ -105,7 +143,12 @@ class Saver:
             return
         try:
             self.writer.finish()
-            if only_if_changed and self.messages is None and self._written == self._mark():
+            if (
+                only_if_changed
+                and self.messages is None
+                and self._written is not None
+                and self._written.is_of(self.contents)
+            ):
                 self._leave_out()
                 self.pos.saved = self.pos.at
                 return
@@ -139,15 +182,6 @@ class Saver:
         self._count_attempt()
         self._propose_shard_dir(_NOWHERE)
 
-    def _mark(self) -> bytes:
-        """On rank 0: return a value that differs once a value, a schedule, a random state or a tensor has changed."""
-        packet = io.BytesIO()
-        torch.save([self.contents.read_light(), self.contents.parts.read()], packet)
-        leaves = take_apart(self.contents.read()).leaves
-        tensors = [each for each in leaves if isinstance(each, torch.Tensor) and is_ordinary(each)]
-        versions = [(each.data_ptr(), each._version) for each in tensors if not each.is_inference()]  # noqa: SLF001 - no public name
-        return blake2b(b"%b %b" % (packet.getvalue(), repr(versions).encode()), digest_size=16).digest()
-
     def _try_again(self) -> None:
         """Mark this step as not saved, so that it is saved again, if rank 0 can do so without the other ranks."""
         if self.messages is None:
@@ -173,7 +207,7 @@ class Saver:
         self.contents.read_checked()
         where = script_line()
         copied = HostCopier().copy({**self.common(), "ranks": [part]})
-        self._written = self._mark()
+        self._written = _Mark(self.contents)
         own = copied["ranks"]
         try:
             writer.write(

@@ -200,12 +200,12 @@ def _drop(iterator: Iterator[object], pos: Position, kind: str, places: dict[Dat
             loaders that the items may come from. If one does, items are dropped until it has arrived there.
     """
     dropped, last = 0, None
-    while not (_have_arrived(places) if any(each.is_within_epoch for each in places) else dropped == pos.items):
+    while not _have_all_dropped(places, dropped, pos.items):
         last = next(iterator, _END)
         if last is _END:
             break
         dropped += 1
-    if any(each.is_within_epoch for each in places):
+    if _have_begun(places):
         pos.items = dropped
     if not is_main():
         return
@@ -223,8 +223,15 @@ def _drop(iterator: Iterator[object], pos: Position, kind: str, places: dict[Dat
         )
 
 
-def _have_arrived(places: dict[DataLoader, dict[str, Any]]) -> bool:
-    """Return whether each of the loaders that has begun has yielded the last batch of its last committed step."""
+def _have_begun(places: dict[DataLoader, dict[str, Any]]) -> bool:
+    """Return whether the items come from one of these loaders."""
+    return any(loader.is_within_epoch for loader in places)
+
+
+def _have_all_dropped(places: dict[DataLoader, dict[str, Any]], dropped: int, items: int) -> bool:
+    """Return whether the loaders have yielded the last batch of their last committed step; else count the items."""
+    if not _have_begun(places):
+        return dropped == items
     begun = [(loader, place["samples"]) for loader, place in places.items() if loader.is_within_epoch]
     return all(loader.samples >= samples and loader.ends_step for loader, samples in begun)
 

@@ -86,7 +86,7 @@ def _with_private_etcd(options: dict[str, Any], given: CredentialOptions) -> Ren
     if parse_np(options["np"] or "1")[1] != 1:
         raise ConfigError(f"--standalone is one node: --np must be 1, not {options['np']}; see --nproc_per_node")
     job_id = options["job_id"] or claim_job_id(
-        options["command"], Path(options["log_dir"]), has_own_place=bool(options.get("checkpoint_dir"))
+        options["command"], Path(options["log_dir"]), keeps_checkpoints=bool(options.get("checkpoint_dir"))
     )
     return _rendezvous(options, job_id, options["np"], Access((), ANONYMOUS), options["address"] or _LOOPBACK)
 

@@ -26,15 +26,17 @@ _claims: dict[int, Path] = {}
 """Lock files that this process holds, by file descriptor."""
 
 
-def claim_job_id(command: Sequence[str], log_dir: Path, *, has_own_place: bool = False) -> str:
+def claim_job_id(command: Sequence[str], log_dir: Path, *, keeps_checkpoints: bool = False) -> str:
     """Return the job id of this command line in this directory, and lock it against other agents.
 
-    A job that runs with another `log_dir` is known by its note, which lies in no directory of the job.
+    A job that runs with another `log_dir` has its lock file there. It is found by its note in the user's runtime
+    directory.
 
     Args:
         command: the script and its arguments.
         log_dir: where the lock file is made, beside the job's logs.
-        has_own_place: the user has chosen the directory of the checkpoints, so that a finished job goes on there.
+        keeps_checkpoints: the user has chosen the directory of the checkpoints. A finished job then continues from
+            them, and its id is not changed.
     """
     identity = json.dumps([os.getcwd(), *command]).encode(errors="surrogateescape")  # noqa: PTH109 - with its symbolic links
     stem = f"standalone-{hashlib.sha256(identity).hexdigest()[:_DIGITS]}"
@@ -43,7 +45,7 @@ def claim_job_id(command: Sequence[str], log_dir: Path, *, has_own_place: bool =
     while True:
         number += 1
         job_id = stem if number == 1 else f"{stem}-{number}"
-        if not has_own_place and _is_finished(job_id):
+        if not keeps_checkpoints and _is_finished(job_id):
             finished = number
         elif job_id not in running and _try_lock(log_dir / f".{job_id}.lock"):
             break

@@ -317,7 +317,9 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
 
 
 def _group_change(group: Group, restore_point: RestorePoint | None, wall: float) -> GroupChange:
-    """Return what the incidents of this group and of the one before need, and later writes of groups overwrite.
+    """Return the record that the incidents of this group and of the previous group are made from.
+
+    It keeps what the write of the next group overwrites.
 
     Args:
         group: the group that is to be written.

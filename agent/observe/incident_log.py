@@ -27,7 +27,7 @@ from agent.core.planner import accuse
 from agent.observe.goodput import summary, training_since
 
 _MAX_OTHERS = 64
-"""Failures that are kept beside the first."""
+"""Number of failures that are kept in addition to the first."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def open_from_records(change: GroupChange, last: Incident | None, statuses: Sequ
 def _exits(before: Incident | None, statuses: Sequence[MemberStatus]) -> tuple[ExitReport, ...]:
     """The exit reports of a group that is over, including a hang and an early end. `before`: its incident."""
     exits = tuple(each.exit for each in statuses if each.exit is not None)
-    if before is None:  # without its members in rank order neither can be told
+    if before is None:  # a hang and an early end are found by the ranks of the members
         return exits
     incarnations = {each.node_id: each.incarnation for each in statuses}
     members = [

@@ -223,7 +223,7 @@ def _commit_refused(reason: CommitRefused) -> str:
         case "history":
             return f"{state} is not of this job's history"
         case "fork":
-            return f"{state} is not of this job's history: it goes on from another copy"
+            return f"{state} is not of this job's history: it continues from another copy"
         case "not older":
             return f"{state} is not older than what it replaces"
         case "committed":

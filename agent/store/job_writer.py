@@ -155,8 +155,8 @@ class JobWriter:
             case fx.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
                 ended = [Delete(key) for key in (keys.result, keys.restore_point, keys.checkpoint, keys.handoff)]
-                told = [Delete(prefix, is_prefix=True) for prefix in (keys.statuses(), keys.changes)]
-                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
+                reports = [Delete(prefix, is_prefix=True) for prefix in (keys.statuses(), keys.changes)]
+                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *reports]
             case fx.UpdateNode() | fx.Campaign() | fx.WriteSuspicion() | fx.ClearSuspicion():
                 return self._own(effect)
             case fx.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):

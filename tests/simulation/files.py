@@ -137,7 +137,7 @@ class Publisher:
         self.is_blocking = self.is_blocking and committed is None
         if committed is None:
             why = describe(verdict.reason) if verdict.reason is not None else ""
-            self._cluster.tell(f"{agent.name} is told no: {why}")
+            self._cluster.tell(f"{agent.name} may not commit: {why}")
             self._world.standstill.on_failed(asked.handoff)
             if asked.is_rollback:  # what was kept stays, and rank 0 ends
                 agent.ranks.later(self._training.step_s(), lambda: agent.ranks.exit(0, EXIT_RESTART, ""))

@@ -184,7 +184,7 @@ SENTENCES: list[tuple[Reason, str]] = [
     (CommitRefused(why="history", group=1, step=5), "step 5 of group 1 is not of this job's history"),
     (
         CommitRefused(why="fork", group=1, step=5, save=2),
-        "step 5, save 2, of group 1 is not of this job's history: it goes on from another copy",
+        "step 5, save 2, of group 1 is not of this job's history: it continues from another copy",
     ),
     (CommitRefused(why="not older", group=1, step=4), "step 4 of group 1 is not older than what it replaces"),
     (CommitRefused(why="committed", group=1, step=4), "step 4 of group 1 is committed already"),

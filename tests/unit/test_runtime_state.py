@@ -402,6 +402,24 @@ def test_a_save_within_the_loop_has_what_was_changed_since_the_commit(tmp_path: 
     assert list(again.steps(range(9))) == [4, 5, 6, 7, 8]
 
 
+def test_a_large_value_that_was_changed_in_place_or_replaced_is_saved_again(tmp_path: Path) -> None:
+    """Large tensors are not read to see that: the same object with the same version is unchanged."""
+    state = new_state(tmp_path, save_every=1, keep=9, weights={"w": torch.zeros(100_000)})
+    for _ in islice(state.epochs(1), 1):
+        for item in islice(state.steps(range(9)), 3):
+            state.commit()
+            if item == 1:
+                state.weights["w"].add_(1.0)
+            if item == 2:
+                state.weights = {"w": torch.full((100_000,), 5.0)}
+            state.save()
+            state.save()
+    assert steps_saved(tmp_path) == [1, 2, 2, 3, 3]
+    again = new_state(tmp_path, weights={"w": torch.zeros(100_000)})
+    again.restore()
+    assert (again.step, again.weights["w"].unique().tolist()) == (3, [5.0])
+
+
 def test_a_save_within_the_next_step_leaves_the_saved_one_as_it_is(tmp_path: Path) -> None:
     """That step may have changed the weights."""
     state = new_state(tmp_path, keep=9)

@@ -156,7 +156,7 @@ def test_a_child_that_did_not_inherit_the_page_is_told_so(monkeypatch: pytest.Mo
     with (tmp_path / "anything").open("wb+") as file:
         file.truncate(1 << 16)
         monkeypatch.setenv(contract.CONTROL_FD, str(file.fileno()))
-        with pytest.raises(RuntimeError, match=r"which is not the agent's page here: .* start that one without"):
+        with pytest.raises(RuntimeError, match=r"which is not the agent's page here: .* start that process without"):
             tr.State(best=0.0)
 
 

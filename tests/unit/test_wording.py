@@ -338,7 +338,7 @@ def test_a_refused_commit_has_a_reason() -> None:
     now = replace(over, restore_point=BEGUN, checkpoint=Stored(SAVED, 12, 12))
     cut_off = "step 5 of group 1 is not of this job's history"
     assert refused(replace(ASKED, group=2), replace(now, checkpoint=None)) == cut_off
-    assert refused(replace(ASKED, group=2), now) == f"{cut_off}: it goes on from another copy"
+    assert refused(replace(ASKED, group=2), now) == f"{cut_off}: it continues from another copy"
     same = replace(ASKED, group=2, checkpoint=but(SAVED, private=".other"))
     assert refused(same, now) == "step 4 of group 1 is committed already"
     rollback = replace(same, checkpoint=but(same.checkpoint, is_rollback=True))
