@@ -15,6 +15,7 @@ import grpc
 from ports import held_ports
 from waiting import freeze, wait_for
 
+from agent.children import at_parents_end
 from agent.local_etcd.etcd_program import find_binary
 from agent.store import connections
 from agent.store.access import ANONYMOUS, Credentials
@@ -44,7 +45,13 @@ class Member:
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
-            return subprocess.Popen(self._arguments, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]})
+            return subprocess.Popen(
+                self._arguments,
+                stdout=log,
+                stderr=log,
+                env={"PATH": os.environ["PATH"]},
+                preexec_fn=at_parents_end(signal.SIGKILL),  # noqa: PLW1509 - it calls nothing that takes a lock
+            )
 
     def kill(self) -> None:
         self.process.kill()

@@ -23,6 +23,8 @@ from typing import Any, Self
 
 import psutil
 
+from agent.children import at_parents_end
+
 _STAT_FLAGS = 6
 """Index of the field in /proc/PID/stat, counted after the process name."""
 _PF_EXITING = 0x4
@@ -185,6 +187,7 @@ class LocalCluster:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=at_parents_end(signal.SIGKILL),  # noqa: PLW1509 - if this process is killed, nobody ends it
             )
         node = LocalNode(name, process, output)
         self.nodes[name] = node

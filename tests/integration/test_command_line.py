@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from cases import some
 from integration.conftest import PATIENCE_S
 
+from agent.children import at_parents_end
 from agent.cli.command_line import run
 from agent.rehearse.cluster import wait_for
 
@@ -54,6 +56,7 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=at_parents_end(signal.SIGKILL),  # noqa: PLW1509 - it calls nothing that takes a lock
         )
         self.stack.callback(_end, process)
         return process

@@ -1,4 +1,4 @@
-"""Detection of the rank processes of a node, in order to kill them."""
+"""The processes of a node: which are its ranks, and that they end with the process that started the node."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from agent.rehearse.cluster import _is_rank
+
+STARTING = """
+import sys, time
+from pathlib import Path
+from agent.rehearse.cluster import LocalCluster
+cluster = LocalCluster(Path(sys.argv[1]), "127.0.0.1:1", "job")
+print(cluster.start("a", "1", ["train.py"]).process.pid, flush=True)
+time.sleep(600)  # until the test kills it
+"""
 
 BUSY = """
 import os
@@ -44,3 +54,12 @@ def test_a_standby_that_opens_files_is_no_rank(*, order: int, is_handed_down: bo
         assert set(seen) == {not is_handed_down}
         assert status.si_status
         assert not _is_rank(psutil.Process(process.pid))
+
+
+def test_a_node_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Also if that is killed, and cannot end the node itself."""
+    with subprocess.Popen([sys.executable, "-c", STARTING, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        node = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        node.wait(30.0)

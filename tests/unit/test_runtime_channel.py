@@ -249,7 +249,7 @@ def test_without_an_agent_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_process_that_the_agent_did_not_start_gets_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(contract.CHANNEL_FD, "1000")
-    with pytest.raises(RuntimeError, match="the agent talks to the process that it started"):
+    with pytest.raises(RuntimeError, match="only the process that the agent started can use it"):
         agent_channel.open_channel()
 
 
