@@ -394,7 +394,7 @@ def test_the_probes_report_an_agent_that_hangs(served: Served) -> None:
         wait_for(lambda: ask("/readyz") == 503, PATIENCE_S, "it to lose its place")
         assert ask("/healthz") == 503
     finally:
-        agent.restore_point()
+        agent.resume()
     wait_for(lambda: ask("/readyz") == ask("/healthz") == 200, PATIENCE_S, "it to be back")
 
 
