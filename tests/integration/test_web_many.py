@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
 from agent.store.access import ANONYMOUS
 from agent.store.api import Put
+from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys, encode
 from agent.web.access import token_of
 from agent.web.address import listen, url
@@ -98,9 +100,22 @@ def history() -> list[Incident]:
     return run.incidents
 
 
+@dataclass(frozen=True)
+class Page:
+    """The page, and the records of its job, which are not written yet."""
+
+    address: str
+    """With the token."""
+    store: EtcdStore
+    records: list[tuple[str, Record]]
+
+    def write_records(self) -> None:
+        for key, record in self.records:
+            self.store.transact([], [Put(key, encode(record))])
+
+
 @pytest.fixture
-def address(etcd: EmbeddedEtcd) -> Iterator[str]:
-    """Return the address of the page with the token."""
+def served(etcd: EmbeddedEtcd) -> Iterator[Page]:
     keys, incidents = JobKeys("many"), history()
     with ExitStack() as stack:
         played = [Played(place) for place in range(NODES)]
@@ -126,8 +141,6 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
             *((keys.incident(each.group), each) for each in incidents),
         ]
         store = stack.enter_context(closing(open_store(etcd.endpoint)))
-        for key, record in records:
-            store.transact([], [Put(key, encode(record))])
         listener = stack.enter_context(listen("127.0.0.1", 0))
         message = StartMessage(
             listener=listener.fileno(),
@@ -145,13 +158,25 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
         stack.callback(process.kill)
         process.stdin.write(as_line(message))
         process.stdin.flush()
-        yield f"{url(listener, '')}/#token={token_of(SECRET)}"
+        yield Page(f"{url(listener, '')}/#token={token_of(SECRET)}", store, records)
 
 
-def test_the_page_of_two_hundred_nodes_is_there_soon_and_stays_live(address: str) -> None:
+def test_a_page_that_is_opened_before_the_job_is_known_shows_it_as_soon_as_it_is(served: Page) -> None:
+    """Nobody has to enter the token again."""
     with browser_open() as browser, Visit(browser, "about:blank") as visit:
         page: Any = visit.page
-        page.goto(address)
+        page.goto(served.address)
+        wait_for(lambda: "the job is not known yet" in page.inner_text("#refused"), PATIENCE_S, "the refusal")
+        served.write_records()
+        wait_for(lambda: page.locator("#nodes tr").count() == NODES, PATIENCE_S, "all nodes")
+        assert page.inner_text("#refused") == ""
+
+
+def test_the_page_of_two_hundred_nodes_is_there_soon_and_stays_live(served: Page) -> None:
+    served.write_records()
+    with browser_open() as browser, Visit(browser, "about:blank") as visit:
+        page: Any = visit.page
+        page.goto(served.address)
         wait_for(lambda: page.locator("#nodes tr").count() == NODES, PATIENCE_S, "all nodes")
         shown_s = page.evaluate("performance.now()") / 1000
         assert shown_s < 10.0, "2 s where nothing else runs"

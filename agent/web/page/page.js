@@ -9,6 +9,8 @@ const RANKS = {
   unknown: "no answer",
 };
 const LIVE_WITHIN_MS = 20000; // the server sends something every 15 s
+const NOT_YET = 503;  // the server has not read the job's records yet
+const ENTER_AGAIN_MS = 1000;
 const ROW = 20, NAME = 150, AXIS = 22;
 
 let job = null;      // the present state
@@ -17,6 +19,7 @@ let ranks = {};      // live ranks by node id
 let samples = [[], []];
 let chart = null;
 let updatedAt = 0;
+let nextEntry = 0;   // timer
 let connectionState = "connecting"; // shown until the first update
 let skew = 0;        // how far the server's clock is ahead of ours, in seconds
 
@@ -315,11 +318,12 @@ async function post(path, content) {
     headers: { "Content-Type": "application/json", "X-Elastic-Agent": "page" },
   });
   const body = answer.status === 204 ? {} : await answer.json();
-  if (!answer.ok) throw new Error(body.error);
+  if (!answer.ok) throw Object.assign(new Error(body.error), { status: answer.status });
   return body;
 }
 
 async function enter(token) {
+  clearTimeout(nextEntry);
   try {
     await post("/session", { token });
     $("refused").textContent = "";
@@ -327,8 +331,9 @@ async function enter(token) {
     connect();
   } catch (error) {
     askForToken();
-    $("token").value = token; // keeps the input: the server may not know the job yet
+    $("token").value = token;
     $("refused").textContent = error.message;
+    if (error.status === NOT_YET) nextEntry = setTimeout(() => enter($("token").value), ENTER_AGAIN_MS);
   }
 }
 
@@ -347,6 +352,7 @@ $("entry").addEventListener("submit", (event) => {
   event.preventDefault();
   enter($("token").value);
 });
+$("token").addEventListener("input", () => clearTimeout(nextEntry));
 $("scale").addEventListener("submit", (event) => {
   event.preventDefault();
   scale($("np").value);
@@ -364,5 +370,5 @@ if (given) {
   history.replaceState(null, "", location.pathname);
   enter(given);
 } else {
-  fetch("/session").then((answer) => (answer.ok ? connect() : askForToken()));
+  fetch("/session").then((answer) => (answer.ok || answer.status === NOT_YET ? connect() : askForToken()));
 }
