@@ -22,7 +22,7 @@ from trainer_runtime.rank_store import open_rank_store
 from trainer_runtime.stacks import register_stack_dump, stacks_descriptor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
 
@@ -282,14 +282,40 @@ def _agree_on_backend(store: Store, own_rank: int, world: int) -> str:
     timeout. A rank's entry never changes, so entries of an earlier group in the same store do no harm.
     """
     keys = [f"trainer_runtime/backend/{rank}" for rank in range(world)]
-    store.set(keys[own_rank], _own_backend())
-    choices = [choice.decode() for choice in store.multi_get(keys)]  # waits until all ranks have set theirs
-    if "gloo" not in choices:
-        return "nccl"
-    if own_rank == 0 and "nccl" in choices:
-        without = choices.index("gloo")
-        warn(f"all ranks use gloo: {choices.count('gloo')} of {world} have no GPU of their own, rank {without} for one")
-    return "gloo"
+    store.set(keys[own_rank], f"{_own_backend()} {_own_gpu(own_rank)}")
+    entries = store.multi_get(keys)  # waits until all ranks have set theirs
+    backend, reason = choose_backend([entry.decode() for entry in entries])
+    if own_rank == 0 and reason:
+        warn(reason)
+    return backend
+
+
+def choose_backend(entries: Sequence[str]) -> tuple[str, str]:
+    """Return the backend for ranks that can use these, and why it is not NCCL if some of them could use that.
+
+    NCCL refuses two ranks on one GPU also if they are on different nodes: containers, or agents of one machine.
+
+    Args:
+        entries: `BACKEND GPU` of each rank: the best backend that it can use alone, and a name that only its GPU has.
+    """
+    world = len(entries)
+    without = [rank for rank, entry in enumerate(entries) if entry.startswith("gloo ")]
+    if without:
+        few = f"{len(without)} of {world} have no GPU of their own, rank {without[0]} for one"
+        return "gloo", f"all ranks use gloo: {few}" if len(without) < world else ""
+    owners: dict[str, int] = {}
+    for rank, entry in enumerate(entries):
+        gpu = entry.removeprefix("nccl ")
+        if (other := owners.setdefault(gpu, rank)) != rank:
+            return "gloo", f"all ranks use gloo: ranks {other} and {rank} share the GPU {gpu}, which NCCL refuses"
+    return "nccl", ""
+
+
+def _own_gpu(own_rank: int) -> str:
+    """Return a name of this rank's GPU that no other GPU has; the rank's own without one."""
+    if device().type != "cuda":
+        return f"rank-{own_rank}"
+    return str(getattr(torch.cuda.get_device_properties(device()), "uuid", f"rank-{own_rank}"))  # torch 2.4 lacks it
 
 
 def _own_backend() -> str:

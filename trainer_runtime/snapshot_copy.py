@@ -3,7 +3,7 @@
 An optimizer's step changes its parameters and the state it keeps for them; usually nothing else changes these. So a
 thread may copy them during the next forward and backward passes, and the next optimizer step waits for that thread.
 This holds for what belongs to an optimizer in the State. Everything else (values, and buffers, which forward passes
-change) is copied before `commit` returns.
+change) is copied before `commit` returns. The checksum is computed after the copy, and no step waits for it.
 
 An optimizer's hook reports its steps. A CUDA graph that contains the step calls no hook when it is replayed. Therefore
 only what belongs to an optimizer whose hook was called since the last snapshot is left to the thread, and nothing once
@@ -62,6 +62,9 @@ class SnapshotCopier:
         self._report = report
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._copying: Future[bool] | None = None
+        """Tells whether nothing was changed while it was copied."""
+        self._finishing: Future[bool] | None = None
+        """Tells whether the snapshot was finished."""
         self._may_defer = True
         self._stepped: set[Optimizer] = set()
         """Optimizers that have stepped since the last snapshot."""
@@ -87,24 +90,37 @@ class SnapshotCopier:
         sources, targets = split.later(common.sources), split.later(common.targets)
         self._tensors, self._versions = split.tensors, _versions(split.tensors)
         self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _record_event(split.gpu))
+        self._finishing = self._pool.submit(self._finish_later, begun, self._copying)
 
     def join(self) -> None:
+        """Wait until the last snapshot is finished or dropped."""
+        self._join_copying()
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            self._wait(finishing)
+
+    def _join_copying(self) -> None:
         """Wait until nothing is being copied, so that tensors may be changed."""
         copying, self._copying = self._copying, None
         if copying is None:
             return
-        began = time.monotonic()
-        is_finished = copying.result()
-        self._waited_s += time.monotonic() - began
+        self._wait(copying)
         if _versions(self._tensors) == self._versions:
             return
-        if is_finished:
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None and self._wait(finishing):
             self._memory.revoke()
         self._defer_no_more()
         warn(
             "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step, so a "
             "snapshot was dropped; from now on they are copied before commit() returns, which takes longer"
         )
+
+    def _wait(self, future: Future[bool]) -> bool:
+        began = time.monotonic()
+        result = future.result()
+        self._waited_s += time.monotonic() - began
+        return result
 
     def take_waited_s(self) -> float:
         """Return the seconds that training has waited for the thread since the last call."""
@@ -116,7 +132,7 @@ class SnapshotCopier:
 
         A captured step is not executed now but whenever the graph is replayed, possibly at once.
         """
-        self.join()
+        self._join_copying()
         self._stepped.add(optimizer)
         if _is_capturing():
             self._defer_no_more()
@@ -153,16 +169,22 @@ class SnapshotCopier:
         targets: _Tensors,
         event: torch.cuda.Event | None,
     ) -> bool:
-        """On the thread: copy the rest; return whether the snapshot was finished."""
+        """On the thread: copy the rest; return whether nothing was changed meanwhile."""
         if event is None:
             _copy(sources, targets)
         else:
+            torch.cuda.set_device(event.device)  # else this thread would take memory on the first GPU
+            self._memory.pin(begun, event.device)
             stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 event.wait(stream)
-                _copy(sources, targets)
+                torch._foreach_copy_(targets, sources, non_blocking=True)
                 stream.synchronize()
-        if _versions(self._tensors) != self._versions:
+        return _versions(self._tensors) == self._versions
+
+    def _finish_later(self, begun: Unfinished, copying: Future[bool]) -> bool:
+        """On the thread, after the copy: finish the snapshot if it is right; return whether it is."""
+        if not copying.result():
             return False
         self._finish(begun)
         return True

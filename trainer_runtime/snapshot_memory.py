@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer_runtime import contract
+from trainer_runtime.pinned_memory import PinnedMemory
 from trainer_runtime.snapshot_page import (
     HEADER_BYTES,
     MEMORY_NAME,
@@ -74,6 +75,7 @@ class SnapshotMemory:
         self._seq = 0
         self.newest = 0
         """Step of the snapshot that was finished last; 0: there is none, or it was revoked."""
+        self._pinned = PinnedMemory()
         self._known: dict[tuple[int, str], tuple[Layout, int, list[torch.Tensor]]] = {}
         self._map_all()
         clear_header(self._map)
@@ -101,6 +103,13 @@ class SnapshotMemory:
             self._begin_piece((index, "common"), common, self._bytes[common_at:part_at]),
             self._begin_piece((index, "part"), part, self._bytes[part_at:][: part.bytes]),
         )
+
+    def pin(self, begun: Unfinished, device: torch.device) -> None:
+        """Pin the memory of what is common, so that this GPU can copy into it by itself. May be called on any thread.
+
+        A slot's next snapshot usually has the same place and size, so this takes time for the first ones only.
+        """
+        self._pinned.pin(begun.index, begun.common.where, device)
 
     def finish(self, begun: Unfinished) -> None:
         """Mark a snapshot as complete, once its sources have been copied. May be called on another thread."""
@@ -140,6 +149,7 @@ class SnapshotMemory:
         at, capacity = self._areas[index]
         if size <= capacity:
             return at
+        self._pinned.unpin_all()
         if capacity:
             self._map.madvise(mmap.MADV_REMOVE, at, capacity)
         end, capacity = len(self._map), -(-2 * size // mmap.PAGESIZE) * mmap.PAGESIZE

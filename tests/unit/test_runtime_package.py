@@ -61,20 +61,23 @@ def test_backend_by_devices(
 @pytest.mark.parametrize(
     ("choices", "agreed", "said"),
     [
-        ("nccl nccl nccl", "nccl", ""),
-        ("gloo gloo gloo", "gloo", ""),
-        ("nccl gloo gloo", "gloo", "2 of 3 have no GPU of their own, rank 1 for one"),
-        ("gloo nccl nccl", "gloo", "1 of 3 have no GPU of their own, rank 0 for one"),
+        ("nccl:a nccl:b nccl:c", "nccl", ""),
+        ("gloo:a gloo:a gloo:c", "gloo", ""),
+        ("nccl:a gloo:b gloo:c", "gloo", "2 of 3 have no GPU of their own, rank 1 for one"),
+        ("gloo:a nccl:b nccl:c", "gloo", "1 of 3 have no GPU of their own, rank 0 for one"),
+        ("nccl:a nccl:b nccl:b", "gloo", "ranks 1 and 2 share the GPU b, which NCCL refuses"),
     ],
 )
 def test_all_ranks_agree_on_the_backend_and_one_reports_what_was_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], choices: str, agreed: str, said: str
 ) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # as in trainer_runtime.dist
-    for rank, choice in enumerate(choices.split()):
-        store.set(f"trainer_runtime/backend/{rank}", choice)
-    for rank, choice in enumerate(choices.split()):
-        monkeypatch.setattr(dist, "_own_backend", lambda choice=choice: choice)
+    own = [choice.split(":") for choice in choices.split()]
+    for rank, (backend, gpu) in enumerate(own):
+        store.set(f"trainer_runtime/backend/{rank}", f"{backend} {gpu}")
+    for rank, (backend, gpu) in enumerate(own):
+        monkeypatch.setattr(dist, "_own_backend", lambda backend=backend: backend)
+        monkeypatch.setattr(dist, "_own_gpu", lambda _rank, gpu=gpu: gpu)
         assert dist._agree_on_backend(store, rank, 3) == agreed
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == bool(said)

@@ -25,6 +25,8 @@ from trainer_runtime.snapshot_page import create_memory, read_slots
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from trainer_runtime.snapshot_memory import Unfinished
+
 WIDTH = 128
 BOUND_S = 60.0
 
@@ -143,6 +145,7 @@ def test_snapshots_under_load_are_what_was_there_at_the_commit(rank: Rank, count
     expected: dict[str, Any] = {}
     for _ in range(count):
         rank.train()  # waits for the copy of the step before, and only then changes what is copied
+        rank.copier.join()
         if expected:
             assert_equal(rank.saved(rank.step - 1), expected)
         rank.snapshot()
@@ -150,6 +153,26 @@ def test_snapshots_under_load_are_what_was_there_at_the_commit(rank: Rank, count
     rank.copier.join()
     assert rank.told == list(range(1, count + 1))
     assert rank.copier._tensors
+
+
+def test_the_next_step_does_not_wait_for_the_checksum(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_finish = threading.Event()
+    finish = rank.memory.finish
+
+    def wait_and_finish(begun: Unfinished) -> None:
+        assert may_finish.wait(BOUND_S)
+        finish(begun)
+
+    rank.train()
+    monkeypatch.setattr(rank.memory, "finish", wait_and_finish)
+    rank.snapshot()
+    expected = copy.deepcopy(rank.contents.read())
+    rank.train()
+    assert rank.told == []
+    may_finish.set()
+    rank.copier.join()
+    assert rank.told == [1]
+    assert_equal(rank.saved(1), expected)
 
 
 def test_the_next_step_waits_for_the_copy(rank: Rank, hold: Hold) -> None:
