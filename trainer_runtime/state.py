@@ -312,8 +312,7 @@ class State:
         Raises:
             TypeError: something in this State could not be loaded back; the message has its name. At the first commit.
             RuntimeError: called before `restore`; or within a step of several micro-batches of a `tr.DataLoader`; or,
-            at
-                the first commit and when a save is due, if a source would not resume at its position.
+                at the first commit and when a save is due, if a source would not resume at its position.
             SystemExit: with `EXIT_RESTART` (101): this step is saved for a planned change, and the next group continues
                 there. With `EXIT_NO_RESTART` (93): a value is not finite, with `check_finite`.
         """

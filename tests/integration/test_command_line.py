@@ -132,6 +132,7 @@ def test_the_two_lines_of_the_readme(host: Host) -> None:
     assert any("[rank0]: args ['--wait'] rank 0 of 4" in output for output in outputs)
 
 
+@pytest.mark.long("test_an_example_of_the_docs, test_a_line_for_one_machine in test_launcher.py")
 def test_paddle_s_lines_literally(host: Host) -> None:
     """paddle_elastic.txt, with elastic-agent in place of its launcher."""
     run = "elastic-agent --elastic_server=127.0.0.1:2379 --np=2 --job_id=XXXXXX train_fleet_dygraph_ckpt.py --wait"

@@ -15,7 +15,7 @@ WITHIN_S = 240.0
 
 
 @pytest.mark.parametrize(
-    ("row", "results"), [(3, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 5), (7, 4)))]
+    ("row", "results"), [(3, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 5), (7, 4)))]
 )
 def test_each_row_that_needs_no_gpu_is_fine(row: int, results: int, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "gpu_check.main", "--smoke", f"--rows={row}", f"--out={tmp_path}"]

@@ -216,6 +216,7 @@ def _stranger(host: str, port: int) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.long("test_of_three_machines_any_may_be_lost_and_comes_back, test_ps_servers.py")
 def test_a_machine_is_lost_and_comes_back(tmp_path: Path, network: Callable[..., Network]) -> None:
     """With replicas nothing is lost; the workers of the other machine continue in the same processes."""
     machines = network(1, 2)

@@ -623,6 +623,7 @@ def test_when_the_agent_dies_its_standbys_do(tmp_path: Path, number: int) -> Non
     assert not (tmp_path / "unasked").exists()
 
 
+@pytest.mark.long("scripts/bench guard, test_gpu_check.py")
 def test_a_killed_worker_is_replaced_by_its_standby(job: Callable[..., Job]) -> None:
     """A complete job of two nodes: both ranks of the next group are processes that were standbys."""
     digits = job("--standby=learned")
