@@ -8,11 +8,10 @@ prefetching and pinning. Worker processes run ahead of the training. Therefore t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -70,9 +69,6 @@ class DataLoader:
 
     under_way: ClassVar[WeakSet[DataLoader]] = WeakSet()
     """Loaders within an epoch: they have yielded a batch, and their iterator is not exhausted."""
-
-    last_tensors: ClassVar[WeakKeyDictionary[DataLoader, ReferenceType[torch.Tensor]]] = WeakKeyDictionary()
-    """Of each loader that has yielded an epoch to its end, the first tensor in its last batch."""
 
     def __init__(
         self,
@@ -297,7 +293,6 @@ class DataLoader:
         return Batching(self.global_batch, self._micro_batch, self._drop_last)
 
     def _follow(self, batches: Iterator[Any], drawn: deque[MicroBatch]) -> Iterator[Any]:
-        batch = None
         try:
             while True:
                 if drawn is not self._ahead.drawn:
@@ -305,10 +300,8 @@ class DataLoader:
                     raise RuntimeError(
                         "this DataLoader was begun anew; use one iterator at a time, or a second DataLoader"
                     )
-                last, batch = batch, next(batches, _END)
+                batch = next(batches, _END)
                 if batch is _END:
-                    if (tensor := first_tensor(last)) is not None:
-                        DataLoader.last_tensors[self] = ref(tensor)
                     return
                 self._yielded = drawn.popleft()
                 self._samples = self._yielded.samples
@@ -322,14 +315,6 @@ class DataLoader:
         if self._yielded is None:
             raise RuntimeError("this DataLoader has yielded no batch yet; ask for this inside the loop over it")
         return self._yielded
-
-
-def first_tensor(batch: object) -> torch.Tensor | None:
-    """Return the first tensor in a batch, or in a list, tuple or dictionary; None if there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((tensor for part in parts if (tensor := first_tensor(part)) is not None), None)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -279,10 +279,12 @@ def _agree_on_backend(store: Store, own_rank: int, world: int) -> str:
     """Return the backend that all ranks can use: NCCL if all can use it, else gloo.
 
     Nodes may differ. If each rank chose for itself, ranks with different backends would wait for each other until the
-    timeout. A rank's entry never changes, so entries of an earlier group in the same store do no harm.
+    timeout. Other launchers may give the store of an earlier group, where a rank had another GPU: there only what never
+    changes is exchanged, and two ranks on one GPU get NCCL's error.
     """
     keys = [f"trainer_runtime/backend/{rank}" for rank in range(world)]
-    store.set(keys[own_rank], f"{_own_backend()} {_own_gpu(own_rank)}")
+    gpu = _own_gpu(own_rank) if contract.RANKS_KEY in os.environ else f"rank-{own_rank}"
+    store.set(keys[own_rank], f"{_own_backend()} {gpu}")
     entries = store.multi_get(keys)  # waits until all ranks have set theirs
     backend, reason = choose_backend([entry.decode() for entry in entries])
     if own_rank == 0 and reason:

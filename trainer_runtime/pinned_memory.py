@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 _PAGE_BYTES = 4096
+_SLACK = 16
+"""One part in so many is pinned in addition."""
 
 
 class PinnedMemory:
@@ -25,18 +27,23 @@ class PinnedMemory:
         self._ranges: dict[Hashable, tuple[int, int]] = {}
         self._is_possible = True
 
-    def pin(self, key: Hashable, where: torch.Tensor, device: torch.device) -> None:
-        """Pin a tensor's memory, and nothing else for this key any more. If it is impossible, one line says so.
+    def pin(self, key: Hashable, address: int, size: int, most: int, device: torch.device) -> None:
+        """Pin memory, and nothing else for this key any more. If it is impossible, one line says so.
+
+        More is pinned than is needed now, so that what grows a little each time is not pinned anew each time.
 
         Args:
             key: what the memory is for.
-            where: any shape and dtype, contiguous, on the CPU.
+            address: of its first byte.
+            size: bytes needed.
+            most: bytes that may be pinned.
             device: the GPU that copies into it.
         """
-        begin = where.data_ptr() // _PAGE_BYTES * _PAGE_BYTES
-        end = -(-(where.data_ptr() + where.nbytes) // _PAGE_BYTES) * _PAGE_BYTES
-        if not self._is_possible or self._ranges.get(key) == (begin, end):
+        had = self._ranges.get(key, (0, 0))
+        if not self._is_possible or (had[0] <= address and address + size <= had[1]):
             return
+        begin = address // _PAGE_BYTES * _PAGE_BYTES
+        end = -(-(address + min(most, size + size // _SLACK + _PAGE_BYTES)) // _PAGE_BYTES) * _PAGE_BYTES
         self.unpin(key)
         error = torch.cuda.cudart().cudaHostRegister(begin, end - begin, 0)  # type: ignore[no-untyped-call]
         if int(error) == 0:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -89,7 +90,7 @@ class SnapshotCopier:
             return
         sources, targets = split.later(common.sources), split.later(common.targets)
         self._tensors, self._versions = split.tensors, _versions(split.tensors)
-        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _record_event(split.gpu))
+        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _record_events(split.gpus))
         self._finishing = self._pool.submit(self._finish_later, begun, self._copying)
 
     def join(self) -> None:
@@ -104,7 +105,11 @@ class SnapshotCopier:
         copying, self._copying = self._copying, None
         if copying is None:
             return
-        self._wait(copying)
+        try:
+            self._wait(copying)
+        except BaseException:
+            self._finishing = None  # it would raise the same error again
+            raise
         if _versions(self._tensors) == self._versions:
             return
         finishing, self._finishing = self._finishing, None
@@ -167,19 +172,15 @@ class SnapshotCopier:
         begun: Unfinished,
         sources: _Tensors,
         targets: _Tensors,
-        event: torch.cuda.Event | None,
+        events: list[torch.cuda.Event],
     ) -> bool:
         """On the thread: copy the rest; return whether nothing was changed meanwhile."""
-        if event is None:
-            _copy(sources, targets)
+        if events:
+            torch.cuda.set_device(events[0].device)  # else this thread would take memory on the first GPU
+            self._memory.pin(begun, events[0].device)
+            _copy_on_streams(sources, targets, events)
         else:
-            torch.cuda.set_device(event.device)  # else this thread would take memory on the first GPU
-            self._memory.pin(begun, event.device)
-            stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                event.wait(stream)
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-                stream.synchronize()
+            _copy(sources, targets)
         return _versions(self._tensors) == self._versions
 
     def _finish_later(self, begun: Unfinished, copying: Future[bool]) -> bool:
@@ -200,16 +201,16 @@ class _Split:
 
     now: _Picker
     later: _Picker
-    gpu: torch.device | None
-    """The GPU with sources that are copied later; None if there is none."""
+    gpus: list[torch.device]
+    """The GPUs with sources that are copied later."""
     tensors: list[torch.Tensor]
     """The tensors that the optimizers change; empty if nothing is copied later."""
 
 
 def _split(sources: list[torch.Tensor], later: set[int], tensors: list[torch.Tensor]) -> _Split:
     now = [index for index in range(len(sources)) if index not in later]
-    gpu = next((sources[index].device for index in later if sources[index].is_cuda), None)
-    return _Split(_picker(now), _picker(sorted(later)), gpu, tensors if later else [])
+    gpus = list(dict.fromkeys(sources[index].device for index in sorted(later) if sources[index].is_cuda))
+    return _Split(_picker(now), _picker(sorted(later)), gpus, tensors if later else [])
 
 
 def _copy(sources: _Tensors, targets: _Tensors) -> None:
@@ -217,9 +218,21 @@ def _copy(sources: _Tensors, targets: _Tensors) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _record_event(device: torch.device | None) -> torch.cuda.Event | None:
-    """Return an event that the GPU reaches after all work submitted until now; None without a GPU."""
-    return None if device is None else torch.cuda.current_stream(device).record_event()
+def _copy_on_streams(sources: _Tensors, targets: _Tensors, events: list[torch.cuda.Event]) -> None:
+    """Copy from GPUs, once each has reached its event, and wait for that: a source is copied on its GPU's stream."""
+    with ExitStack() as stack:
+        streams = [torch.cuda.Stream(event.device) for event in events]  # type: ignore[no-untyped-call]
+        for event, stream in zip(events, streams, strict=True):
+            stack.enter_context(torch.cuda.stream(stream))
+            event.wait(stream)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+
+
+def _record_events(devices: list[torch.device]) -> list[torch.cuda.Event]:
+    """Return events that these GPUs reach after all work submitted until now."""
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 def _is_capturing() -> bool:

@@ -23,7 +23,6 @@ from trainer_runtime.values import is_equal, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from weakref import ReferenceType
 
     from trainer_runtime.contents import Contents
     from trainer_runtime.data import DataLoader
@@ -66,7 +65,6 @@ class Sources:
         """
         pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
-        listed = _loader_of_list(items)
         before = self._fingerprints() if pos.due == 0 else {}
         places = {loader: loader.state_dict() for loader in self._loaders} if named is None and pos.items else {}
         if is_own_loader(named):
@@ -88,7 +86,7 @@ class Sources:
             item = next(iterator, _END)
         pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)
         if item is not _END:
-            self._fault = _listed_fault(listed) if listed else self._find_fault(before, named, items)
+            self._fault = self._find_fault(before, named, items)
         while item is not _END:
             pos.drawn += 1
             pos.item = _name_of(item)
@@ -189,24 +187,6 @@ class Sources:
                 "restart it would yield that item again. Count an item before it is yielded"
             )
         return ""
-
-
-def _loader_of_list(items: object) -> DataLoader | None:
-    """Return the `tr.DataLoader` of which a list holds the last batch of an epoch."""
-    module = sys.modules.get("trainer_runtime.data")
-    if module is None or not isinstance(items, list | tuple) or not module.DataLoader.last_tensors:
-        return None
-    own = {id(tensor) for item in items if (tensor := module.first_tensor(item)) is not None}
-    ended = cast("dict[DataLoader, ReferenceType[torch.Tensor]]", module.DataLoader.last_tensors)
-    return next((loader for loader, last in ended.items() if id(last()) in own), None)
-
-
-def _listed_fault(loader: DataLoader) -> str:
-    return (
-        f"state.steps() was given a list of the batches of the DataLoader of {type(loader.dataset).__name__}, which "
-        "had yielded its whole epoch by then: after a restart the list would be made of another epoch. Give the loader "
-        "itself to state.steps(), or a wrapper that draws one item at a time"
-    )
 
 
 def _drop(iterator: Iterator[object], pos: Position, kind: str, places: dict[DataLoader, dict[str, Any]]) -> None:

@@ -50,4 +50,8 @@ def _result(job: Watched, fault: str) -> Result:
     gone_s = time.time() - mark["t"]
     incident = job.wait_for(lambda: next((i for i in job.history() if i["group"] > group), None), "its incident")
     cost = f"{cost_s:.2f} s, {replayed} steps replayed, its process gone after {gone_s:.1f} s"
-    return Result(what=FAULTS[fault], figures=f"{cost}: {incident['reason']}")
+    return Result(
+        what=FAULTS[fault],
+        figures=f"{cost}: {incident['reason']}",
+        is_fine=incident["reason"].startswith(f"rank {mark['rank']} on "),
+    )

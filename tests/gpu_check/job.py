@@ -48,7 +48,9 @@ def fail_if_asked(directory: Path) -> None:
     for asked in directory.glob("cause-*"):
         fault = asked.name.removeprefix("cause-")
         asked.unlink()
-        (directory / f"caused-{fault}").write_text(json.dumps({"t": time.time(), "pid": os.getpid()}))
+        (directory / f"caused-{fault}").write_text(
+            json.dumps({"t": time.time(), "pid": os.getpid(), "rank": tr.rank()})
+        )
         fail(fault)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -13,9 +14,10 @@ from pathlib import Path
 import msgspec
 import torch
 from gpu_check import communicator, compile_cache, elastic, faults, memory, snapshots, starts
-from gpu_check.results import CheckFailed, Options, Result
+from gpu_check.results import Options, Result
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from agent.observe.log import configure
 from agent.rehearse.cleanup import exit_on_signals
@@ -34,7 +36,7 @@ ORDER = (1, 7, 2, 4, 5, 3, 6)
 WITHOUT_GPU = (1, 3, 7)
 """The rows that the smoke size runs on the CPU."""
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
 
 
 def main() -> None:
@@ -42,7 +44,9 @@ def main() -> None:
     asked = _parse(sys.argv[1:])
     exit_on_signals()
     configure("gpu-check")
-    if not asked.smoke and not torch.cuda.is_available():
+    if asked.smoke:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
         sys.exit("gpu-check: torch finds no GPU; run it on a machine that has one (--smoke needs none)")
     asked.out.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-gpu-check-"))
@@ -84,14 +88,15 @@ def _run(row: int, options: Options) -> Iterator[Result]:
     began = time.monotonic()
     try:
         yield from check(options)
-    except (CheckFailed, OSError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - the other rows can still be checked
         yield Result(what=name, figures=f"failed after {time.monotonic() - began:.0f} s: {error}", is_fine=False)
 
 
 def _table(title: str, results: list[tuple[int, Result]]) -> Table:
     table = Table("row", "what", "result", title=title)
     for row, result in results:
-        table.add_row(str(row), result.what, result.figures if result.is_fine else f"NOT FINE: {result.figures}")
+        figures = result.figures if result.is_fine else f"NOT FINE: {result.figures}"
+        table.add_row(str(row), Text(result.what), Text(figures))
     return table
 
 

@@ -44,19 +44,22 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
 
 
 def test_a_range_stays_pinned_until_it_moves_or_grows(runtime: Runtime) -> None:
-    memory, pinned = torch.zeros(10 * PAGE, dtype=torch.uint8), PinnedMemory()
-    pinned.pin(0, memory[: 2 * PAGE], GPU)
+    memory, pinned = torch.zeros(100 * PAGE, dtype=torch.uint8), PinnedMemory()
+    at = memory.data_ptr()
+    pinned.pin(0, at, 20 * PAGE, 50 * PAGE, GPU)
     first = dict(runtime.ranges)
     assert len(first) == 1
     begin, size = next(iter(first.items()))
-    assert begin <= memory.data_ptr()
-    assert begin + size >= memory.data_ptr() + 2 * PAGE
-    pinned.pin(0, memory[: 2 * PAGE], GPU)
-    assert runtime.ranges == first
-    pinned.pin(1, memory[4 * PAGE : 6 * PAGE], GPU)
+    assert begin <= at
+    assert at + 20 * PAGE <= begin + size <= at + 24 * PAGE
+    for grown in range(2):
+        pinned.pin(0, at, (20 + grown) * PAGE, 50 * PAGE, GPU)
+        assert runtime.ranges == first
+    pinned.pin(1, at + 52 * PAGE, 4 * PAGE, 5 * PAGE, GPU)
     assert len(runtime.ranges) == 2
-    pinned.pin(1, memory[4 * PAGE : 9 * PAGE], GPU)
+    pinned.pin(1, at + 52 * PAGE, 30 * PAGE, 30 * PAGE, GPU)
     assert len(runtime.ranges) == 2
+    assert max(runtime.ranges.values()) <= 31 * PAGE
     pinned.unpin_all()
     assert runtime.ranges == {}
 
@@ -69,7 +72,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said_once(
     runtime.error = 2
     pinned = PinnedMemory()
     for _ in range(2):
-        pinned.pin(0, torch.zeros(PAGE, dtype=torch.uint8), GPU)
+        pinned.pin(0, PAGE, PAGE, PAGE, GPU)
     assert cleared == [GPU], "CUDA keeps the error for the thread's next kernel"
     assert capsys.readouterr().err.count("cannot be pinned (CUDA error 2)") == 1
     pinned.unpin_all()

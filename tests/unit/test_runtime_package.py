@@ -72,6 +72,7 @@ def test_all_ranks_agree_on_the_backend_and_one_reports_what_was_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], choices: str, agreed: str, said: str
 ) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # as in trainer_runtime.dist
+    monkeypatch.setenv(dist.contract.RANKS_KEY, "key")
     own = [choice.split(":") for choice in choices.split()]
     for rank, (backend, gpu) in enumerate(own):
         store.set(f"trainer_runtime/backend/{rank}", f"{backend} {gpu}")

@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import trainer_runtime as tr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 ITEMS = 9
@@ -147,34 +147,6 @@ def test_a_source_that_state_does_not_save_is_refused(tmp_path: Path) -> None:
 
 def loader(seed: int, length: int = 12, **options: Any) -> tr.DataLoader:  # noqa: ANN401 - passed on
     return tr.DataLoader(torch.arange(length), **{"global_batch": 2, "seed": seed} | options)
-
-
-@pytest.mark.parametrize("make", [list, tuple, lambda loader: sorted(loader, key=id)], ids=["list", "tuple", "sorted"])
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_a_list_of_a_loaders_batches_is_refused(
-    tmp_path: Path, make: Callable[[Iterable[Any]], Sequence[Any]], *, is_saved: bool
-) -> None:
-    """After a restart the list would be made of another epoch's batches, and the committed ones dropped from it."""
-    tr.init()
-    loader = tr.DataLoader(list(range(ITEMS)), global_batch=2)
-    state = tr.State(checkpoint_dir=tmp_path, **({"loader": loader} if is_saved else {}))
-    state.restore()
-    next(state.steps(make(loader)))
-    with pytest.raises(RuntimeError, match="a list of the batches of the DataLoader of list"):
-        state.commit()
-
-
-def test_a_list_of_something_else_is_none_of_a_loader_that_was_drawn_from_before(tmp_path: Path) -> None:
-    tr.init()
-    evaluated = tr.DataLoader(list(range(ITEMS)), global_batch=2)
-    state = tr.State(checkpoint_dir=tmp_path)
-    drawn = []
-    for _ in state.epochs(2):
-        assert len(list(evaluated)) > 1
-        for name in state.steps(["a", "b", "c"]):
-            drawn.append(name)
-            state.commit()
-    assert drawn == ["a", "b", "c"] * 2
 
 
 def test_a_loader_that_is_named_begins_after_its_committed_samples(tmp_path: Path) -> None:

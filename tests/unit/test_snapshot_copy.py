@@ -6,6 +6,8 @@ import copy
 import os
 import threading
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -173,6 +175,38 @@ def test_the_next_step_does_not_wait_for_the_checksum(rank: Rank, monkeypatch: p
     rank.copier.join()
     assert rank.told == [1]
     assert_equal(rank.saved(1), expected)
+
+
+def test_each_gpu_of_a_rank_copies_on_a_stream_of_its_own_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for CUDA's: a source is copied on the current stream of its own GPU."""
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    sources: Any = [SimpleNamespace(device=gpus[index % 2], is_cuda=True) for index in range(5)]
+    assert snapshot_copy._split(sources, {1, 2, 4}, []).gpus == [gpus[1], gpus[0]]
+    done: list[tuple[str, torch.device]] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            done.append(("synchronize", self.device))
+
+    @contextmanager
+    def current(stream: Stream) -> Iterator[None]:
+        done.append(("enter", stream.device))
+        yield
+        done.append(("leave", stream.device))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_, **_options: done.append(("copy", torch.device("cpu"))))
+    events: Any = [
+        SimpleNamespace(device=gpu, wait=lambda stream: done.append(("wait", stream.device))) for gpu in gpus
+    ]
+    snapshot_copy._copy_on_streams([], [], events)
+    zero, one = gpus
+    begun = [("enter", zero), ("wait", zero), ("enter", one), ("wait", one), ("copy", torch.device("cpu"))]
+    assert done == [*begun, ("synchronize", zero), ("synchronize", one), ("leave", one), ("leave", zero)]
 
 
 def test_the_next_step_waits_for_the_copy(rank: Rank, hold: Hold) -> None:
