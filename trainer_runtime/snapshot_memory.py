@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,8 @@ class SnapshotMemory:
         self.newest = 0
         """Step of the snapshot that was finished last; 0: there is none, or it was revoked."""
         self._pinned = PinnedMemory()
+        # Else CUDA would copy into these pages for whatever is mapped at their address later.
+        weakref.finalize(self, self._pinned.unpin_all).atexit = False
         self._known: dict[tuple[int, str], tuple[Layout, int, list[torch.Tensor]]] = {}
         self._map_all()
         clear_header(self._map)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpu_check.results import Options, Result
-from gpu_check.watched import LARGEST_DIFFERENCE, Watched, difference_from_undisturbed, watched
+from gpu_check.watched import Watched, compare_with_undisturbed, watched
 
 
 def check(options: Options) -> Iterator[Result]:
@@ -26,12 +26,7 @@ def check(options: Options) -> Iterator[Result]:
         yield _result("scale --np=2: a node leaves", *job.cost_of(lambda: job.cluster.scale("2"), 2))
         job.train(20)
         lines = job.trace()
-    largest = difference_from_undisturbed(lines, options.directory / "undisturbed")
-    yield Result(
-        what="losses beside those of one undisturbed process",
-        figures=f"{max(line.step for line in lines)} steps, largest relative difference {largest:.1e}",
-        is_fine=largest < LARGEST_DIFFERENCE,
-    )
+    yield compare_with_undisturbed(lines, options.directory / "undisturbed")
 
 
 def _replace(job: Watched) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpu_check.results import Options, Result
-from gpu_check.watched import LARGEST_DIFFERENCE, Watched, difference_from_undisturbed, watched
+from gpu_check.watched import Watched, compare_with_undisturbed, watched
 
 FAULTS = {
     "assert": "a device assert",
@@ -30,12 +30,7 @@ def check(options: Options) -> Iterator[Result]:
             yield _result(job, fault)
         job.train(20)
         lines = job.trace()
-    largest = difference_from_undisturbed(lines, options.directory / "undisturbed-faults")
-    yield Result(
-        what="losses beside those of one undisturbed process",
-        figures=f"{max(line.step for line in lines)} steps, largest relative difference {largest:.1e}",
-        is_fine=largest < LARGEST_DIFFERENCE,
-    )
+    yield compare_with_undisturbed(lines, options.directory / "undisturbed-faults")
 
 
 def _result(job: Watched, fault: str) -> Result:

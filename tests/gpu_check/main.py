@@ -1,4 +1,4 @@
-"""`scripts/gpu-check`: what one GPU can show within eight minutes, as a table."""
+"""`scripts/gpu-check`: what one GPU can show in about eight minutes, as a table."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpu_check.results import JOBS, ROOT, CheckFailed, Options
+from gpu_check.results import JOBS, ROOT, CheckFailed, Options, Result
 
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import LocalCluster, Timeout, TraceLine, read_trace, wait_for
@@ -30,12 +30,10 @@ class Watched:
     """A job of nodes with one rank each, all on one GPU.
 
     Args:
-        options: of the checks.
         cluster: runs the nodes.
     """
 
-    def __init__(self, options: Options, cluster: LocalCluster) -> None:
-        self.options = options
+    def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
         self.directory = cluster.directory
         self._command = [str(JOB), str(self.directory), str(MANY_STEPS), str(STEP_S)]
@@ -106,11 +104,11 @@ def watched(options: Options, name: str, *agent_options: str) -> Iterator[Watche
             directory, etcd.endpoint, f"gpu-check-{name}", ("--standby=learned", *agent_options), environ
         ) as cluster,
     ):
-        yield Watched(options, cluster)
+        yield Watched(cluster)
 
 
-def difference_from_undisturbed(lines: Sequence[TraceLine], directory: Path) -> float:
-    """Return the largest relative difference of a step's loss from that of one undisturbed process.
+def compare_with_undisturbed(lines: Sequence[TraceLine], directory: Path) -> Result:
+    """Compare each step's loss with that of one undisturbed process.
 
     Raises:
         CheckFailed: a step is missing, or the undisturbed process failed.
@@ -126,4 +124,9 @@ def difference_from_undisturbed(lines: Sequence[TraceLine], directory: Path) -> 
     if done.returncode:
         raise CheckFailed(f"the undisturbed process failed: {done.stderr[-2000:]}")
     right = {line.step: line.loss for path in directory.glob("trace-*") for line in read_trace(path)}
-    return max(abs(line.loss - right[line.step]) / abs(right[line.step]) for line in lines)
+    largest = max(abs(line.loss - right[line.step]) / abs(right[line.step]) for line in lines)
+    return Result(
+        what="losses beside those of one undisturbed process",
+        figures=f"{last} steps, largest relative difference {largest:.1e}",
+        is_fine=largest < LARGEST_DIFFERENCE,
+    )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from trainer_runtime import pinned_memory
+from trainer_runtime.flat import Flattener
 from trainer_runtime.pinned_memory import PinnedMemory
+from trainer_runtime.snapshot_memory import SnapshotMemory
+from trainer_runtime.snapshot_page import create_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +65,16 @@ def test_a_range_stays_pinned_until_it_moves_or_grows(runtime: Runtime) -> None:
     assert len(runtime.ranges) == 2
     assert max(runtime.ranges.values()) <= 31 * PAGE
     pinned.unpin_all()
+    assert runtime.ranges == {}
+
+
+def test_nothing_stays_pinned_of_a_memory_that_is_gone(runtime: Runtime) -> None:
+    memory = SnapshotMemory(create_memory("test"))
+    flat = Flattener().flatten({"weights": torch.zeros(PAGE)})
+    memory.pin(memory.begin(1, 1, flat, Flattener().flatten({})), GPU)
+    assert len(runtime.ranges) == 1
+    del memory
+    gc.collect()
     assert runtime.ranges == {}
 
 
