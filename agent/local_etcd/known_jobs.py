@@ -61,6 +61,8 @@ class FoundJob:
     """Whether its agent lives."""
     folder: Path
     name: str
+    kept_at: float
+    """When its records were last kept, in seconds since 1970. 0: never."""
 
     def records(self) -> bytes:
         """Return the kept records; empty: there are none."""
@@ -111,10 +113,15 @@ class JobNote:
 
 
 def known_jobs() -> list[FoundJob]:
-    """Return all jobs: first those whose agents live, then the newest. Of several agents of a job, the first counts."""
+    """Return all jobs: first those whose agents live, then the newest.
+
+    Of several agents of a job, one that lives counts, else the one with the newest records: an agent that has left the
+    job early, for instance because its node was drained, does not know how the job ended.
+    """
     found = [each for place in _folders() for each in _found_in(place)]
-    found.sort(key=lambda each: (each.is_alive, each.job.began_at), reverse=True)
-    return list({each.job.job_id: each for each in reversed(found)}.values())[::-1]
+    found.sort(key=lambda each: (each.is_alive, each.kept_at, each.job.began_at))
+    jobs = {each.job.job_id: each for each in found}.values()
+    return sorted(jobs, key=lambda each: (each.is_alive, each.job.began_at), reverse=True)
 
 
 def _found_in(place: Path) -> Iterator[FoundJob]:
@@ -122,7 +129,7 @@ def _found_in(place: Path) -> Iterator[FoundJob]:
         for name in _names(folder):
             with suppress(OSError, msgspec.MsgspecError):
                 job = msgspec.json.decode(_read(folder, name + _JOB, _JOB_BYTES), type=KnownJob)
-                yield FoundJob(job, _is_locked(folder, name), place, name)
+                yield FoundJob(job, _is_locked(folder, name), place, name, _kept_at(folder, name))
 
 
 def _folders() -> list[Path]:
@@ -207,6 +214,13 @@ def _is_locked(folder: int, name: str) -> bool:
         except BlockingIOError:
             return True
         return False
+
+
+def _kept_at(folder: int, name: str) -> float:
+    try:
+        return os.stat(name + _RECORDS, dir_fd=folder, follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
 
 
 def _remove_old(folder: int, job_id: str) -> None:

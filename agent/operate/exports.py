@@ -23,8 +23,7 @@ def report_job(target: Target, out: Path, png: Path | None, *, as_json: bool) ->
         from agent.observe.report import figures, page  # noqa: PLC0415 - matplotlib is an extra
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the report is drawn with matplotlib, and {error.name} is not installed: "
-            "pip install 'elastic-agent[report]'"
+            f"the report is drawn with matplotlib, and {error.name} is not installed: pip install matplotlib"
         ) from None
     history = _read_run_history(target)
     drawn = figures.draw(history)

@@ -103,8 +103,9 @@ def _open(target: Target, *, only_live: bool) -> tuple[Store, str]:
                 raise
     if only_live:
         raise nothing_to_change(ended)
+    kept = KeptStore(*kept_store_arguments(ended))
     report_ended(ended)
-    return KeptStore(*kept_store_arguments(ended)), ended.job.job_id
+    return kept, ended.job.job_id
 
 
 def connect(target: Target) -> EtcdStore:

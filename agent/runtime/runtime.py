@@ -89,4 +89,4 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
         self._has_started = True
         if self._config.shown_options:
             standard_error().write(banner.first_process(environments))
-        log.info("its output is also kept", directory=str(log_directory))
+        log.info("the output of all ranks is kept in files", directory=str(log_directory))

@@ -82,7 +82,7 @@ def watched(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[str]:
         return
     missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"--http and --events need {', '.join(missing)}: pip install 'elastic-agent[web]'")
+        raise ConfigError(f"--http and --events need packages that are missing: pip install {' '.join(missing)}")
     with ExitStack() as opened:
         listener = opened.enter_context(closing(listen(config.http.host, config.http.port))) if config.http else None
         address = url(listener, config.node.address, is_encrypted=config.tls is not None) if listener else ""

@@ -115,7 +115,7 @@ def test_advice_is_by_any_spelling() -> None:
 @pytest.mark.parametrize(
     ("line", "is_shown"),
     [
-        ("--np=2 --job_id=x train.py", True),
+        ("--elastic_server=h:1 --np=2 --job_id=x train.py", False),
         ("--ips=a,b train.py", True),
         ("--standalone --nproc-per-node=2 train.py --np=3", False),
         ("train.py", False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
@@ -86,6 +87,21 @@ def test_a_job_is_found_as_long_as_its_agent_lives_and_afterwards(note: Callable
     assert names() == [("new", True), ("other", False), ("old", False)]
     assert [found.records() for found in known_jobs.known_jobs()] == [b"", b"records", b""]
     assert new.is_there()
+
+
+def test_of_a_jobs_agents_here_that_have_ended_the_last_to_keep_records_counts(
+    note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that joined late and was drained has older records than the one that saw the job end."""
+    pids = itertools.count(100)
+    monkeypatch.setattr("os.getpid", lambda: next(pids))
+    first, drained = note(began_at=1.0), note(began_at=2.0)
+    drained.keep(b"the job trains")
+    end(drained)
+    first.keep(b"the job has ended")
+    assert [found.records() for found in known_jobs.known_jobs()] == [b"the job has ended"]
+    end(first)
+    assert [found.records() for found in known_jobs.known_jobs()] == [b"the job has ended"]
 
 
 def test_nobody_else_can_read_what_is_noted(note: Callable[..., JobNote], runtime: Path) -> None:

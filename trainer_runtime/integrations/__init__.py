@@ -39,8 +39,7 @@ def __getattr__(name: str) -> object:
         if (error.name or "").partition(".")[0] != framework:
             raise
         raise ImportError(
-            f"{name} wants the package {framework}, which is not installed; "
-            f"pip install 'elastic-agent[frameworks]', or {framework} alone"
+            f"{name} needs the package {framework}, which is not installed: pip install {framework}"
         ) from error
     value: object = getattr(module, name)
     globals()[name] = value
