@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -11,8 +12,16 @@ import agent.store  # noqa: F401 - it says how gRPC behaves: before a test impor
 
 pytest_plugins = ["process_tests"]
 
+gc.disable()  # while thousands of tests are collected, there is little garbage to find
+
 # A shell without job control starts what goes to the background deaf to Ctrl-C, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, except among what the tests consist of."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,9 @@ class DataLoader:
     under_way: ClassVar[WeakSet[DataLoader]] = WeakSet()
     """Loaders within an epoch: they have yielded a batch, and their iterator is not exhausted."""
 
+    drawn_from: ClassVar[WeakSet[DataLoader]] = WeakSet()
+    """Loaders that have yielded a batch since the body of the current epoch began."""
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -99,6 +102,13 @@ class DataLoader:
         """Starts of all iterations that have not drawn a batch yet."""
         self._epoch = 0
         self._samples = 0
+        self._body: tuple[tuple[int, int], tuple[int, int]] | None = None
+        """Epoch and samples as the body of State's epoch began: of the newest iterator, and of the next. None: no body
+        has begun."""
+        self._committed = (-1, 0)
+        """Epoch and samples at the commit that was restored."""
+        self._left_out_until = (-1, 0)
+        """Batches up to this epoch and sample are drawn, but not yielded."""
         self._ahead = _DrawnAhead()
         self._yielded: MicroBatch | None = None
         self.is_endless = False
@@ -144,6 +154,11 @@ class DataLoader:
         return self._require_yielded().ends_step
 
     @property
+    def is_shuffled(self) -> bool:
+        """Whether each epoch has another order."""
+        return self._shuffle
+
+    @property
     def samples(self) -> int:
         """Samples of the epoch, over all ranks, that are consumed once the current step is committed."""
         return self._samples
@@ -158,8 +173,12 @@ class DataLoader:
         If the loader is given to State, it continues after the last committed step, independent of State's epochs.
         """
         self.is_endless = True
+        return self._chain(self._take_start())
+
+    def _chain(self, start: _Start) -> Iterator[Any]:
         while True:
-            yield from self
+            yield from self._iterate(start)
+            start = self._take_start()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, for a loader that is iterated directly.
@@ -179,6 +198,35 @@ class DataLoader:
         for each in self._waiting:
             each.is_void = True
         self._start = _Start(epoch, done)
+        self._left_out_until = (-1, 0)
+
+    def begin_body(self, *, is_resumed: bool, is_before: bool) -> None:
+        """Note the position at the beginning of the body of State's epoch; if that is resumed, return to it.
+
+        So a body that takes batches before `State.steps` (`batches = list(loader)`) takes the same after a restart.
+
+        Args:
+            is_resumed: items of this epoch are committed.
+            is_before: what is iterated next was made before the body (`loader.endless()` before the loop over epochs),
+                and continues where its predecessor was then.
+        """
+        if not is_resumed:
+            self._body = self._place(), (self._start.epoch, self._start.done)
+        elif self._body is not None:
+            newest, following = self._body
+            self.go_to(*(newest if is_before else following))
+            for each in self._waiting:  # made before the body
+                each.epoch, each.done = newest
+                each.is_void = False
+
+    def return_to_committed(self) -> None:
+        """Make iterations that have not drawn a batch yet begin after the commit that was restored."""
+        for each in (*self._waiting, self._start):
+            each.epoch, each.done = max((each.epoch, each.done), self._committed)
+
+    def leave_out_committed(self) -> None:
+        """Do not yield again what was committed, also from an iterator that the body has begun already."""
+        self._left_out_until = self._committed
 
     @contextmanager
     def beginning_at(self, epoch: int, done: int, begun: list[DataLoader]) -> Iterator[None]:
@@ -254,13 +302,20 @@ class DataLoader:
         return self._follow(batches, drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that define the order, and the position: the epoch, and its samples that were drawn."""
-        begun, place = self._begun, (self._start.epoch, self._start.done)
+        """Return the options that define the order, and the position: the epoch, and its samples that were drawn.
+
+        `body` is the position at which the body of State's epoch began, or None.
+        """
+        epoch, samples = self._place()
+        return {**self._order(), "epoch": epoch, "samples": samples, "body": self._body}
+
+    def _place(self) -> tuple[int, int]:
+        begun = self._begun
         if self in DataLoader.under_way:
-            place = self._epoch, self._samples
-        elif begun is not None and not (begun.is_settled or begun.is_void):
-            place = begun.epoch, begun.done
-        return {**self._order(), "epoch": place[0], "samples": place[1]}
+            return self._epoch, self._samples
+        if begun is not None and not (begun.is_settled or begun.is_void):
+            return begun.epoch, begun.done
+        return self._start.epoch, self._start.done
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position of the saved loader.
@@ -277,8 +332,9 @@ class DataLoader:
                 f"the checkpoint was made with a DataLoader of {saved}, this one has {here}: samples would be left "
                 "out or repeated; make it as before, or start over in another directory"
             )
-
-        self.go_to(state_dict["epoch"], state_dict["samples"])
+        self._committed = state_dict["epoch"], state_dict["samples"]
+        self._body = state_dict.get("body")  # not in checkpoints of older versions
+        self.go_to(*self._committed)
 
     def _order(self) -> dict[str, Any]:
         return {
@@ -306,7 +362,9 @@ class DataLoader:
                 self._yielded = drawn.popleft()
                 self._samples = self._yielded.samples
                 DataLoader.under_way.add(self)
-                yield batch
+                if (self._epoch, self._samples) > self._left_out_until:
+                    DataLoader.drawn_from.add(self)
+                    yield batch
         finally:
             if drawn is self._ahead.drawn:
                 DataLoader.under_way.discard(self)

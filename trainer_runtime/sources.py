@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import deque
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -50,8 +51,23 @@ class Sources:
         self._pos = pos
         self._loaders = [each for each in contents.of_type(object) if is_own_loader(each)]
         self._fault = ""
+        self._has_warned_of_unsaved = False
+        self._before_body: dict[str, bytes | None] = {}
+        """What `_fingerprints` returned when the epoch's body began, if its first item is the first of this process."""
         self._at_commit: dict[str, Any] | None = None
         """The state at the first commit of this process, until the next item is drawn."""
+
+    def begin_body(self, *, is_before: bool = False) -> None:
+        """Note where the loaders are as the body of an epoch begins; if the epoch is resumed, return them to there.
+
+        Args:
+            is_before: the script may still make iterators before the body.
+        """
+        for loader in self._loaders:
+            loader.begin_body(is_resumed=self._pos.items > 0, is_before=is_before)
+        forget_drawn()
+        if self._pos.due == 0:
+            self._before_body = self._fingerprints()
 
     def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet, and count them.
@@ -66,6 +82,9 @@ class Sources:
         pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
         before = self._fingerprints() if pos.due == 0 else {}
+        drawn_before = drawn_from()
+        for loader in self._loaders if pos.items else ():
+            loader.return_to_committed()
         places = {loader: loader.state_dict() for loader in self._loaders} if named is None and pos.items else {}
         if is_own_loader(named):
             pos.loader = named
@@ -85,8 +104,11 @@ class Sources:
             pos.drawn = pos.items
             item = next(iterator, _END)
         pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)
+        for loader in drawn_before.intersection(pos.beside) if pos.items else ():
+            loader.leave_out_committed()
         if item is not _END:
             self._fault = self._find_fault(before, named, items)
+            self._warn_of_unsaved(drawn_before, named)
         while item is not _END:
             pos.drawn += 1
             pos.item = _name_of(item)
@@ -156,6 +178,17 @@ class Sources:
             )
         self._contents.parts.restore_random_states()
 
+    def _warn_of_unsaved(self, drawn_before: set[DataLoader], named: object | None) -> None:
+        """Print a line where the items may be batches of a loader that begins anew after a restart."""
+        shuffled = [each for each in drawn_before.difference(self._loaders) if each.is_shuffled]
+        if shuffled and named is None and not self._has_warned_of_unsaved and is_main():
+            self._has_warned_of_unsaved = True
+            warn(
+                f"the DataLoader of {type(shuffled[0].dataset).__name__} was drawn from before state.steps(), which "
+                "was not given it, and State does not save it: after a restart its order begins with that of epoch 0 "
+                "again. Give it to State if the items come from it"
+            )
+
     def _require_saved(self, source: object, *, is_named: bool) -> object | None:
         """Return the source if it resumes by itself, else None."""
         if self._contents.holds(source) or (is_own_loader(source) and not is_named):
@@ -173,6 +206,8 @@ class Sources:
     def _find_fault(self, before: dict[str, bytes | None], named: object | None, items: object) -> str:
         """Return an error message about the source of the first item; empty if nothing is wrong."""
         streams, after = self._contents.streams(), self._fingerprints() if before else {}
+        if isinstance(items, list | tuple | deque):  # made before `steps`, maybe of the items of a source
+            before = self._before_body or before
         moved = [name for name, value in after.items() if None not in {value, before[name]} and value != before[name]]
         if named is None and moved:
             return (
@@ -262,6 +297,19 @@ def is_own_loader(thing: object) -> TypeGuard[DataLoader]:
     """Return whether `thing` is a `tr.DataLoader`."""
     module = sys.modules.get("trainer_runtime.data")  # not imported: nothing can be one
     return module is not None and isinstance(thing, module.DataLoader)
+
+
+def drawn_from() -> set[DataLoader]:
+    """Return the `tr.DataLoader`s of this process that have yielded a batch since `forget_drawn`."""
+    module = sys.modules.get("trainer_runtime.data")
+    return set() if module is None else cast("set[DataLoader]", set(module.DataLoader.drawn_from))
+
+
+def forget_drawn() -> None:
+    """Let `drawn_from` return only loaders that yield a batch from now on."""
+    module = sys.modules.get("trainer_runtime.data")
+    if module is not None:
+        module.DataLoader.drawn_from.clear()
 
 
 def under_way() -> list[DataLoader]:

@@ -238,6 +238,7 @@ class State:
         restored = restorer.load(turn=turn)
         self._handoff, self._saver, self._snapshots = restored.handoff, restored.saver, restored.snapshots
         settle_before_phases(self.settle)
+        self._sources.begin_body(is_before=True)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs, from the interrupted one to `total - 1`.
@@ -263,6 +264,7 @@ class State:
                 "anew start with --fresh, or with another checkpoint directory"
             )
         while self._pos.epoch < total:
+            self._sources.begin_body()
             self._begin_epoch()
             yield self._pos.epoch
             self._pos.end_epoch()

@@ -181,7 +181,7 @@ def _membership(incident: Incident, before: Incident | None) -> list[str]:
     now = [member.node_id for member in incident.members]
     then = [member.node_id for member in before.members] if before is not None and before.run == incident.run else []
     left, joined = [each for each in then if each not in now], [each for each in now if then and each not in then]
-    gone = [f"{listed(left)} {'is' if len(left) == 1 else 'are'} no longer a member of it."] if left else []
+    gone = [f"No longer in the group: {listed(left)}."] if left else []
     moved = [*gone, *([f"{listed(joined)} joined."] if joined else [])]
     if not now:
         return [*moved, "The group has no members: the job waits for nodes."]

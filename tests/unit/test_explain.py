@@ -182,7 +182,7 @@ def test_a_crash_is_explained_from_its_first_cause_to_its_cost() -> None:
     assert explain(CRASH, FIRST)[1:] == [
         "First failure: rank 1 on node-b was killed by SIGKILL.",
         "Failed as a result: rank 0 on node-a (0.1 s later: its connection broke).",
-        "node-b and node-c left.",
+        "No longer in the group: node-b and node-c.",
         "node-d joined.",
         "The group has 4 ranks on 2 nodes: node-a (0-1) and node-d (2-3).",
         f"It took 3.4 s until every rank had made a step: {spent}.",
@@ -229,7 +229,8 @@ def test_a_failure_beside_a_lost_node_has_no_order() -> None:
 def test_a_wait_says_that_nobody_trained() -> None:
     text = said(crash(PEER, cause="wait", reason=lost("node-b"), members=(), phases=Phases()))
     assert (
-        "node-a, node-b and node-c left.\nThe group has no members: the job waits for nodes.\nThe run so far:" in text
+        "No longer in the group: node-a, node-b and node-c.\nThe group has no members: the job waits for nodes.\n"
+        "The run so far:" in text
     )
 
 
@@ -257,7 +258,7 @@ def test_a_planned_change_may_cost_no_step_and_no_time() -> None:
 
 def test_members_of_an_earlier_run_do_not_count_as_having_left() -> None:
     text = said(CRASH, msgspec.structs.replace(FIRST, run="before"))
-    assert " left." not in text
+    assert "No longer in the group" not in text
     assert " joined." not in text
 
 

@@ -185,7 +185,7 @@ def test_a_second_loader_goes_on_at_its_own_place(
 
     def run(directory: Path, stop_at: int | None) -> list[tuple[list[int], list[int]]]:
         first, second, drawn = loader(1), loader(2, length), []
-        state = tr.State(checkpoint_dir=directory, first=first, second=second, save_every=1)
+        state = tr.State(checkpoint_dir=directory, first=first, second=second)
         for _ in state.epochs(2):
             others = begin(second)
             items: Iterable[Any] = {"plain": first, "enumerate": enumerate(first), "zip": zip(first)}[way]
@@ -201,6 +201,99 @@ def test_a_second_loader_goes_on_at_its_own_place(
     whole = run(tmp_path / "whole", None)
     assert len(whole) == 12
     assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
+
+
+def _peek(data: tr.DataLoader) -> Iterable[Any]:
+    next(iter(data))
+    return data
+
+
+def _begun(data: tr.DataLoader) -> Iterable[Any]:
+    batches = iter(data)
+    next(batches)
+    return batches
+
+
+BODIES: dict[str, Callable[[tr.DataLoader], Iterable[Any]]] = {
+    "all in a list": list,
+    "all, in another order": lambda data: list(data)[::-1],
+    "the first is looked at": _peek,
+    "the same, and a wrapper": lambda data: (batch for batch in _peek(data)),
+    "the first is left out": _begun,
+    "the epoch is set": lambda data: [data.set_epoch(5), *data][1:],
+}
+
+
+@pytest.mark.parametrize("begin", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("stop_at", [1, 4, 5, 7, 9])
+def test_a_body_that_draws_from_a_loader_before_the_steps_draws_the_same_after_a_restart(
+    tmp_path: Path, begin: Callable[[tr.DataLoader], Iterable[Any]], stop_at: int
+) -> None:
+    def run(directory: Path, stop_at: int | None) -> list[Any]:
+        data, drawn = loader(0), []
+        state = tr.State(checkpoint_dir=directory, data=data)
+        for _ in state.epochs(3):
+            for batch in state.steps(begin(data)):
+                drawn.append(batch.tolist())
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    whole = run(tmp_path / "whole", None)
+    assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
+
+
+@pytest.mark.parametrize("stop_at", [2, 6, 8, 12])
+@pytest.mark.parametrize("way", ["iter", "endless", "endless, before the loop over epochs"])
+@pytest.mark.parametrize("length", [20, 30])
+def test_so_does_one_that_draws_from_a_second_loader(tmp_path: Path, length: int, way: str, stop_at: int) -> None:
+    """What it took before the steps is not taken for what was committed, and nothing committed comes again."""
+
+    def run(directory: Path, stop_at: int | None) -> list[tuple[list[int], list[int]]]:
+        first, second, drawn = loader(1), loader(2, length), []
+        state = tr.State(checkpoint_dir=directory, first=first, second=second)
+        state.restore()
+        others = second.endless()
+        for _ in state.epochs(2):
+            if "before" not in way:
+                others = iter(second) if way == "iter" else second.endless()
+            next(others)
+            for batch in state.steps(first):
+                drawn.append((batch.tolist(), next(others).tolist()))
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    whole = run(tmp_path / "whole", None)
+    assert len(whole) == 12
+    assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
+
+
+def test_a_list_of_a_streams_items_is_found_out_at_the_first_commit(tmp_path: Path) -> None:
+    stream = Stream()
+    state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
+    for _ in state.epochs(1):
+        for _item in state.steps(list(stream)):
+            with pytest.raises(RuntimeError, match=r"was given a list whose items come from State's 'stream'"):
+                state.commit()
+            break
+        break
+
+
+@pytest.mark.parametrize(("options", "is_reported"), [({}, True), ({"shuffle": False}, False)])
+def test_a_loader_that_state_does_not_save_is_named_where_the_items_may_be_its_batches(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: dict[str, Any], *, is_reported: bool
+) -> None:
+    data = loader(0, **options)
+    state = tr.State(checkpoint_dir=tmp_path)
+    for _ in state.epochs(2):
+        for _batch in state.steps(list(data)):
+            state.commit()
+    assert capfd.readouterr().err.count("State does not save it") == is_reported
 
 
 def test_a_loader_that_is_not_saved_is_refused_where_a_step_is_made_of_its_batches(tmp_path: Path) -> None:
@@ -268,7 +361,7 @@ def test_a_script_may_set_the_epoch_of_its_loaders_in_each_epoch(
 
     def run(directory: Path, stop_at: int | None) -> list[tuple[list[int], list[int]]]:
         first, second, drawn = loader(1), loader(2, 30), []
-        state = tr.State(checkpoint_dir=directory, first=first, second=second, save_every=1)
+        state = tr.State(checkpoint_dir=directory, first=first, second=second)
         for epoch in state.epochs(2):
             first.set_epoch(epoch)
             others = iter(second) if is_begun_first else None
@@ -310,7 +403,7 @@ def test_a_wrapped_loader_whose_items_have_other_samples_than_before_is_reported
 def test_a_loader_that_a_chain_begins_in_some_epochs_only_keeps_its_own_count(tmp_path: Path, stop_at: int) -> None:
     def run(directory: Path, stop_at: int | None) -> list[list[int]]:
         first, second, drawn = loader(1, 6), loader(2, 6), []
-        state = tr.State(checkpoint_dir=directory, first=first, second=second, save_every=1)
+        state = tr.State(checkpoint_dir=directory, first=first, second=second)
         for epoch in state.epochs(4):
             for batch in state.steps(itertools.chain(first, second) if epoch % 2 else first):
                 drawn.append(batch.tolist())
@@ -337,7 +430,7 @@ def test_a_source_with_another_order_than_before_is_reported(
         "another": [["c", "a", "b"], ["c", "b", "a"]],
     }[kind]
     for order in orders:
-        state = tr.State(checkpoint_dir=tmp_path, save_every=1)
+        state = tr.State(checkpoint_dir=tmp_path)
         for _ in itertools.islice(state.epochs(1), 1):
             for _ in state.steps(order):
                 state.commit()
