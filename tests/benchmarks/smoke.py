@@ -22,7 +22,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "lost": (_OUT, "--cases=1:0.02", "--calm_s=0.5", "--runs=1"),
     "meet": (_OUT, "--agents=4", "--torch_agents=4", "--runs=1"),
     "ps": (
-        *(_OUT, "--quick", "--sizes_kb=1", "--dims=16", "--runs=200"),
+        *(_OUT, "--quick", "--sizes_kb=1", "--dims=16", "--runs=50"),
         *("--kills=1", "--calm_s=0.5", "--around_s=1", "--spare=0"),
     ),
     "guard": (_OUT, "--repetitions=1"),
