@@ -94,7 +94,7 @@ class Ranks:
         self.world = self._cluster.training.join(group, run)
         self.watch()
         if self.bad_code:
-            self.later(0.02, self._fail_early)
+            self.later(0.02, lambda code=self.bad_code: self._fail_early(code))  # also if the node is mended until then
         if self._cluster.training.hands_off:
             self.later(
                 self._cluster.random.uniform(0.0, 0.5), lambda: self._agent.post(ev.RestorePointAsked(group.number))
@@ -196,9 +196,9 @@ class Ranks:
             group = self.group
             self._agent.later(self._cluster.random.uniform(0.0, 0.05), lambda: self._be_gone(group, FINISHED))
 
-    def _fail_early(self) -> None:
+    def _fail_early(self, code: int) -> None:
         if self.living and not self._agent.is_dead:
-            self.exit(min(self.living), self.bad_code, "boom")
+            self.exit(min(self.living), code, "boom")
 
     def fail(self, *, peer_lost: bool) -> None:
         """One of them dies."""
