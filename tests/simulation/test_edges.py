@@ -168,6 +168,23 @@ def test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over() ->
     assert state.leaving is None
 
 
+def test_only_a_refused_takeover_forgets_who_holds_the_node_id() -> None:
+    """What else is refused does not begin the wait for that agent's lease anew."""
+    state = Cluster(0, np=(1, 1)).start("a").state
+    holder = fx.NodeIdHolder(state.node, lease_id=1, is_alive=None)
+    for effect, kept in ((fx.CreateSpec(SPEC), holder), (fx.TakeOver(holder), None)):
+        waits = replace(state, pending=effect, holder=holder)
+        assert step(waits, ev.WriteAnswered(effect, ev.Outcome.REFUSED), 0.0)[0].holder == kept
+
+
+def test_a_write_that_is_done_ends_the_trouble_with_writes_and_a_read_does_not() -> None:
+    """Reading may work where writing does not."""
+    state = Cluster(0, np=(1, 1)).start("a").state
+    for effect, trouble in ((fx.CreateSpec(SPEC), ""), (fx.Refresh(), "no space")):
+        troubled = replace(state, pending=effect, trouble="no space")
+        assert step(troubled, ev.WriteAnswered(effect, ev.Outcome.DONE, revision=1), 0.0)[0].trouble == trouble
+
+
 def test_the_holder_of_a_node_id_found_during_an_outage_is_not_final() -> None:
     """It may have renewed the lease of one that is dead, as it started."""
     cluster = Cluster(0, np=(1, 1))
@@ -348,6 +365,19 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     assert opened.phases.agree_s == 11.0, "from the fault on, which is no older group's"
     another = open_incident(draft(msgspec.structs.replace(following, run="s"), shown, came, 112.0), old)
     assert (another.before, another.began_at) == (Totals(), another.at), "of another run nothing"
+
+
+def test_all_of_a_group_that_made_no_step_is_downtime() -> None:
+    """Beyond the phases that are known of its incident."""
+    shown = view_of_group(3, begun=3)
+    assert shown.group is not None
+    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, restoring_group=3)
+    group = msgspec.structs.replace(shown.group.value, members=(node.member,))
+    shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
+    phases = Phases(detect_s=1.0, agree_s=1.0, stop_s=5.0)
+    last = Incident(run="r", group=3, cause="lost", reason=LOST, at=9.0, began_at=1.0, members=(), phases=phases)
+    came = Observations(group=3, group_since=100.0, not_before=100.0, fault_at=130.0, broken_since=130.0)
+    assert open_incident(draft(change(4), shown, came, 131.0), last).before.downtime_s == 2.0 + 30.0
 
 
 def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:

@@ -94,6 +94,11 @@ def test_the_worst_of_those_that_are_furthest_behind_is_at_fault() -> None:
     assert [rank.rank for rank in suspects(told)] == [1, 2]
 
 
+def test_if_those_that_are_furthest_behind_wait_one_that_does_not_is_at_fault() -> None:
+    told = [stall("a", "waits", step=3), stall("b", "sleeps", step=4), stall("c", "waits", step=4)]
+    assert [rank.rank for rank in suspects(told)] == [1]
+
+
 def test_if_all_wait_those_at_the_rarest_place_are_named() -> None:
     told = [
         stall("a", "waits", where="x.py:1"),
@@ -144,6 +149,19 @@ def test_the_time_of_a_fault_is_that_of_the_first_report() -> None:
 def test_nothing_that_is_wrong_with_a_group_is_older_than_the_group() -> None:
     before = observe(Observations(group=0), view(), 100.0)
     assert observe(before, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0).fault_at == 100.0
+
+
+def test_a_fault_of_the_group_before_is_not_the_next_groups() -> None:
+    """Although a leader may see both without a view between them in which all is well."""
+    broken = observe(
+        observe(Observations(group=0), view(), 100.0), view(reports=(report("a", failure=failure(0)),)), 101.0
+    )
+    following = msgspec.structs.replace(GROUP, number=2)
+    again = msgspec.structs.replace(report("a", failure=failure(0), after_s=0.5), group=2)
+    shown = replace(view(), group=Stored(following, 8, 8), statuses=statuses(again))
+    assert broken.broken_since == 101.0
+    later = observe(broken, shown, 110.0)
+    assert (later.broken_since, later.fault_at) == (110.0, 110.0)
 
 
 def test_an_agent_that_saw_a_group_begin_still_knows_it_when_it_leads_later() -> None:

@@ -348,6 +348,14 @@ def test_a_write_after_etcd_lost_its_history_forgets_the_revisions_from_before()
     assert revision == 0
 
 
+def test_a_write_after_an_outage_forgets_the_revisions_from_before() -> None:
+    """Another history may come back whose revision is not lower."""
+    done = note_answer(as_written(leads(FORMED)), Outcome.DONE, 25, 1.0)
+    away, _, _ = observe_turn(done, leads(FORMED, is_store_lost=True), 2.0)
+    ((_, revision),) = written(away, leads(replace(FORMED, revision=22)), 3.0)
+    assert revision == 0
+
+
 def test_a_result_says_what_the_incidents_cost() -> None:
     """Including the last one, which may not be written yet."""
     result = Result(run="r", group=2, succeeded=True, exit_code=0, reason=FINISHED, at=201.0)
@@ -362,6 +370,15 @@ def test_a_result_says_what_the_incidents_cost() -> None:
     assert told == msgspec.structs.replace(result, summary="1 incident cost 5.0 s; goodput 95.0 %; 2 replayed steps")
     assert summarize(Recorder(), leads(view), msgspec.structs.replace(result, run="other")).summary == ""
     assert summarize(Recorder(), AgentState(ME, POLICY), result) == result
+
+
+def test_the_result_of_a_job_that_failed_has_no_goodput() -> None:
+    """Unlike that of one that was stopped."""
+    done = msgspec.structs.replace(FIRST, group=2, at=120.0)
+    view = shown(group(2), incidents=[stored(done)])
+    stopped = Result(run="r", group=2, succeeded=False, exit_code=0, reason=FINISHED, at=201.0)
+    assert "goodput" in summarize(Recorder(), leads(view), stopped).summary
+    assert "goodput" not in summarize(Recorder(), leads(view), msgspec.structs.replace(stopped, exit_code=1)).summary
 
 
 def test_a_long_backlog_is_written_in_parts() -> None:

@@ -27,7 +27,7 @@ from agent.core.model import (
 )
 from agent.store.api import Delete, KeyRange, Put
 from agent.store.job_writer import JobWriter
-from agent.store.keys import JobKeys
+from agent.store.keys import JobKeys, encode
 from agent.store.memory import MemoryStore
 
 KEYS = JobKeys("job")
@@ -83,17 +83,22 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     }
 
 
-def store_of_job(store: MemoryStore) -> JobWriter:
-    """One whose agent has its place."""
-    job = JobWriter(
+def new_store_of_job(store: MemoryStore) -> JobWriter:
+    """One whose agent has just begun."""
+    return JobWriter(
         store,
         KEYS,
-        SimpleNamespace(has_run_out=lambda: False, hold=lambda _: None),  # type: ignore[arg-type]
+        SimpleNamespace(has_run_out=lambda: False, hold=lambda _: None, drop=lambda: None),  # type: ignore[arg-type]
         lease_ttl_s=4.0,
         catch_up=lambda: None,
         refresh_view=lambda: None,
         is_process_alive=lambda _: None,
     )
+
+
+def store_of_job(store: MemoryStore) -> JobWriter:
+    """One whose agent has its place."""
+    job = new_store_of_job(store)
     assert job.run(fx.Register(NODE)).outcome is Outcome.DONE
     return job
 
@@ -188,6 +193,16 @@ def test_a_job_that_is_started_over_keeps_only_incidents() -> None:
     assert kept(store) == ["incidents/1"]
 
 
+@pytest.mark.parametrize("key", [KEYS.result, KEYS.restore_point, KEYS.checkpoint, KEYS.handoff])
+def test_a_job_that_is_started_over_has_nothing_of_the_run_before(key: str) -> None:
+    store = MemoryStore()
+    job = store_of_job(store)
+    there = store.transact([], [Put(key, b"{}")]).revision
+    effect = fx.StartOver(SPEC, GROUP, there if key == KEYS.result else 0)
+    assert job.run(effect).outcome is Outcome.DONE
+    assert store.read((KeyRange(key),)).items == ()
+
+
 def test_a_refused_status_comes_back_with_the_record_that_is_there() -> None:
     """None, another than was known, or one that cannot be read."""
     store = MemoryStore()
@@ -202,3 +217,19 @@ def test_a_refused_status_comes_back_with_the_record_that_is_there() -> None:
     damaged = write(store, "status")
     assert job.run(effect).status == WrittenStatus(1, None, damaged)
     assert job.run(replace(effect, status_revision=damaged)).outcome is Outcome.DONE, "it is replaced"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_an_agent_takes_up_the_record_of_its_own_earlier_try(*, is_own: bool) -> None:
+    """That try was not answered. Another agent's record stays its own, and the answer has who holds the node id."""
+    store = MemoryStore()
+    lease_id = store.grant(4.0).lease_id
+    there = NODE if is_own else msgspec.structs.replace(NODE, incarnation="i2")
+    store.transact([], [Put(KEYS.node(NODE.node_id), encode(there), lease_id)])
+    answer = new_store_of_job(store).run(fx.Register(NODE))
+    if is_own:
+        assert (answer.outcome, answer.holder) == (Outcome.DONE, None)
+    else:
+        assert (answer.outcome, answer.holder) == (Outcome.REFUSED, fx.NodeIdHolder(there, lease_id, None))
+    (kept_record,) = store.read((KeyRange(KEYS.node(NODE.node_id)),)).items
+    assert kept_record.lease_id == lease_id

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from reasons import LOST
@@ -68,6 +70,21 @@ def test_a_cause_that_does_not_show_is_not_waited_for_long() -> None:
 def test_a_cause_of_its_own_kills_the_others_at_once() -> None:
     workers = running().apply_event(exited(0, 1, "ValueError"), 0.0)
     assert follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)[1] == (fx.KillWorkers(1),)
+
+
+@pytest.mark.parametrize(
+    ("now", "step", "wait_s"),
+    [(10.0, 0, 7.0), (10.0, 1, 0.0), (1000.0, 0, 0.0)],
+    ids=["soon", "after a step", "late"],
+)
+def test_other_ranks_have_a_moment_to_fail_by_the_same_script_error_only_in_a_group_that_has_just_begun(
+    now: float, step: int, wait_s: float
+) -> None:
+    patience = replace(AT_ONCE, same_within_s=7.0)
+    raised = replace(exited(0, 1, "KeyError"), script_error="KeyError at t.py:3", step=step)
+    workers, effects = follow_group(running().apply_event(raised, now), GROUP, ME, SPEC, now, patience)
+    assert workers.cause_until == now + wait_s
+    assert effects == (() if wait_s else (fx.KillWorkers(1),))
 
 
 VIEW = ClusterView(revision=9, is_whole=False, group=Stored(GROUP, 5, 5))
@@ -188,6 +205,14 @@ def test_the_end_of_workers_is_reported_in_the_next_group_only(number: int, *, i
     assert [failure.exit_code for failure in workers.ended_before] == ([7] if is_told else [])
 
 
+def test_the_time_of_a_failure_is_that_of_the_first() -> None:
+    workers = running().apply_event(exited(0, 1, "oops"), 10.0).apply_event(exited(1, 1, "oops"), 12.0)
+    write = due(workers, 13.0)
+    assert write is not None
+    assert write.status.exit is not None
+    assert write.status.exit.after_s == 3.0
+
+
 GLOO = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"
 
 
@@ -226,6 +251,11 @@ def test_a_rank_that_ended_well_is_the_cause_of_connections_that_broke_then() ->
 )
 def test_a_rank_that_ended_well_is_not_to_blame_for_other_failures(ended_at: float, error: str) -> None:
     assert cause(left(1, ended_at), left(0, 6.0, 1, error)).rank == 0
+
+
+def test_only_a_rank_that_ended_well_is_told_with_its_last_step() -> None:
+    assert cause(left(1, 5.0), left(0, 6.0, 1, GLOO)).last_step == 33
+    assert cause(left(0, 6.0, 1, "ValueError: no such thing")).last_step == 0
 
 
 def test_a_status_has_only_parts_about_its_own_member_and_group() -> None:

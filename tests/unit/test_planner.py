@@ -11,6 +11,7 @@ from reasons import LOST, left, lost
 from statuses import statuses
 
 from agent.core.budget import back_off_s, is_peer_lost, tally
+from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.model import (
     CachedRecords,
@@ -392,6 +393,21 @@ def test_a_node_whose_ranks_ended_well_is_the_cause_of_connections_that_broke(
     assert (first.node_id, first.rank, first.exit_code, first.last_step) == cause
 
 
+def test_a_failure_of_its_own_is_the_cause_although_a_rank_ended_well_before() -> None:
+    early, own = failed("a", code=0, at=1.0), failed("b", at=2.0)
+    assert first_failure((early, own)) == (own, own.failure)
+    lost = failed("b", peer_lost=True)
+    assert first_failure((early, lost)) == (early, early.failure)
+
+
+def test_a_node_whose_ranks_ended_well_is_not_to_blame_for_a_failure_without_a_broken_connection() -> None:
+    alone = failed("a")
+    assert alone.failure is not None
+    late = "torch.distributed.DistStoreError: wait timeout after 300000ms"
+    alone = msgspec.structs.replace(alone, failure=msgspec.structs.replace(alone.failure, error=late))
+    assert with_early_end(group("a", "b").value, (alone, finished("b"))) == (alone, finished("b"))
+
+
 def test_the_job_succeeds_when_every_member_has_finished() -> None:
     done = (finished("a"), finished("b"))
     planned = decide(view(spec(2), node("a", 1), now=group("a", "b"), reports=done))
@@ -681,6 +697,17 @@ def test_in_a_first_group_warmth_has_no_say() -> None:
     assert names(decide(view(spec(2), warm("b", 1, 2), cold("a", 2, 1)))) == ["a", "b"]
     waited = group(number=2, reached=2)
     assert names(decide(view(spec(2), cold("a", 1, 0), warm("b", 2, 0), now=waited))) == ["b", "a"]
+
+
+def test_a_growth_waits_a_minute_beyond_the_settle_window_for_a_node_that_is_warming() -> None:
+    warming = node("b", 2)
+    warming = replace(warming, value=msgspec.structs.replace(warming.value, is_warming=True))
+    seen = view(spec(1, 3), node("a", 1), warming, now=group("a"))
+    waiting = decide(seen, after_s=60.9)
+    assert (waiting.action, waiting.wake_at) == (None, 161.0)
+    assert isinstance(waiting.reason, Waiting)
+    assert (waiting.reason.what, waiting.reason.node_ids) == ("warm", ("b",))
+    assert names(decide(seen, after_s=61.0)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_all_nodes_measure_reachability_while_a_member_is_silent_to_another_and_
         ("abcdef", split("abc", "def"), "abcdef", 1, "abc"),
         ("abcdef", split("ace", "bdf"), "abcdef", 3, "ace"),
         ("abcd", pairs("bc"), "abcd", 1, "abd"),
+        ("abc", split("a", "bc"), "ab", 1, "bc"),
         ("abc", split("a", "bc"), "ab", 2, "bc"),
         ("abc", pairs("ab"), "ab", 2, "ac"),
         ("abcdef", split("ab", "cdef"), "ab", 1, "ab"),

@@ -181,8 +181,8 @@ DONE = RoleProcessRecord(incarnation=1, code=0)
 class Agent:
     """The core on the first machine, and an etcd that has all that it wrote."""
 
-    def __init__(self, max_restarts: int = 2, **processes: RoleProcessRecord) -> None:
-        self.state = RoleState(PLAN, "r", "10.0.0.1", max_restarts, window_s=60.0)
+    def __init__(self, max_restarts: int = 2, grace_s: float = 0.0, **processes: RoleProcessRecord) -> None:
+        self.state = RoleState(PLAN, "r", "10.0.0.1", max_restarts, window_s=60.0, grace_s=grace_s)
         self.view = RoleView(1, SPEC, HERE, {name.replace("_", "-"): record for name, record in processes.items()})
         self.now = 0.0
         self.last = self.do(RoleViewChanged(self.view))
@@ -317,6 +317,24 @@ def test_a_lost_machines_workers_are_waited_for_only_while_nobody_has_done_its_p
     assert agent.result() == RoleResult(code=0, sentence="the job is done, without worker-1")
 
 
+def test_workers_of_machines_that_are_there_are_waited_for() -> None:
+    agent = Agent()
+    agent.end(MINE, 0)
+    assert agent.result() is None
+    agent.see(processes={**agent.view.processes, "worker-1": DONE})
+    assert agent.result() == RoleResult(code=0, sentence="the job is done")
+
+
+def test_workers_of_machines_that_may_be_there_are_waited_for_in_the_grace_period() -> None:
+    agent = Agent(grace_s=5.0)
+    agent.see(nodes=HERE[:1])
+    agent.end(MINE, 0)
+    assert agent.result() is None
+    agent.now = 5.0
+    agent.do(Ticked())
+    assert agent.result() == RoleResult(code=0, sentence="the job is done, without worker-1")
+
+
 def test_an_agents_own_workers_are_waited_for_whatever_the_records_in_etcd_are() -> None:
     agent = Agent()
     agent.see(nodes=(), processes={**agent.view.processes, "worker-1": DONE})
@@ -338,6 +356,15 @@ def test_what_etcd_has_lost_is_written_again() -> None:
         WriteRecord(SERVER, RoleProcessRecord(incarnation=1)),
         WriteRecord(MINE, DONE),
     ]
+
+
+def test_a_process_that_was_never_started_has_no_record_to_write_again() -> None:
+    state = RoleState(PLAN, "r", "10.0.0.1", 2, 60.0, stop_signal=15)
+    shown = RoleView(9, SPEC, HERE)
+    state, _ = step(state, RoleViewChanged(shown), 0.0)
+    assert [local.incarnation for local in state.locals.values()] == [0, 0]
+    _, effects = step(state, RoleViewChanged(replace(shown, revision=1, spec=None)), 1.0)
+    assert not [effect for effect in effects if isinstance(effect, WriteRecord)]
 
 
 def test_agents_that_were_started_with_other_processes_do_not_take_part() -> None:
@@ -495,6 +522,14 @@ def test_a_server_whose_record_was_lost_is_the_last_one_that_the_map_names() -> 
         assert made is not None
         assert made.places[0] == place, "it may live"
         assert made.places[1].primary == ShardServer(0, 1)
+
+
+def test_a_server_whose_record_was_lost_is_not_asked_to_join() -> None:
+    alone = ShardMap(4, (ShardPlace(1, ShardServer(0, 1)), ShardPlace(1, ShardServer(1, 1))))
+    state = RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0)
+    made = placing(state, copied(map=alone, processes={"server-0": RUNS}), 0.0)[1]
+    assert made is not None
+    assert [place.joining for place in made.places] == [None, ShardServer(0, 1)]
 
 
 def test_a_servers_report_on_a_replica_counts_once_for_the_map_that_it_uses() -> None:

@@ -41,6 +41,7 @@ from agent.core.model import (
 )
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
+from agent.core.proposals import Plan
 from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft
 from agent.core.state import AgentState, Leaving
 from agent.observe.announcements import Announced, announce
@@ -313,6 +314,33 @@ def test_news_is_told_once(told: Announced, state: AgentState, sentences: list[s
     assert announce(told, state, (COMPLETE,))[1] == ()
 
 
+def test_a_reason_to_wait_is_told_when_it_changes() -> None:
+    told = TOLD
+    for reason, is_new in ((LOST, True), (LOST, False), (FINISHED, True), (LOST, True)):
+        told, new = announce(told, replace(SETTLED, planned=Plan(None, reason)))
+        assert new == ((describe(reason),) if is_new else ())
+    acts = replace(SETTLED, planned=Plan(fx.Refresh(), FINISHED))
+    assert announce(told, acts)[1] == ()
+
+
+def test_each_slow_rank_is_named_once_in_a_group() -> None:
+    """Also after another one has been named."""
+
+    def named(told: Announced, *own_s: float, number: int = 1) -> tuple[Announced, int]:
+        nodes = (but(each, own_s=(own,)) for each, own in zip((A, B, C), own_s, strict=True))
+        shown = replace(view(ELASTIC, *nodes, group=but(TRIO, number=number)), leader=LEADS.leader)
+        told, new = announce(told, replace(SETTLED, view=shown))
+        return told, len(new)
+
+    told, count = named(TOLD, 0.9, 0.1, 0.1)
+    assert count == 1
+    told, count = named(told, 0.9, 0.9, 0.1)
+    assert count == 1
+    told, count = named(told, 0.9, 0.9, 0.1)
+    assert count == 0
+    assert named(told, 0.9, 0.9, 0.1, number=2)[1] == 2
+
+
 def test_a_slow_rank_is_named_with_its_share_of_a_step() -> None:
     assert Straggler(1, "b", 0.9, 0.15).sentence == (
         "rank 1 on b is slow: 0.9 s of each step are its own work, 0.15 s the others'"
@@ -399,6 +427,7 @@ def goes(
     *,
     nodes: tuple[Node, ...] = (),
     held: int = 0,
+    held_run: str = SPEC.run,
     reached: int = 0,
     saved: int = 0,
     is_over: bool = False,
@@ -406,7 +435,7 @@ def goes(
     workers: LocalWorkers | None = None,
 ) -> str:
     """What it says that leaves a job, as a signal asked it to, once its workers are gone."""
-    copy = StateId(run=SPEC.run, group=1, step=held)
+    copy = StateId(run=held_run, group=1, step=held)
     committed = Checkpoint(copy=but(copy, step=saved), name="n", private="", manifest_sha256="", kept=(), superseded=())
     view = ClusterView(
         1,
@@ -431,6 +460,7 @@ def test_the_last_node_to_leave_reports_what_only_its_memory_had() -> None:
     assert goes(held=5, saved=5) == goes(saved=5) == goes() == ""
     assert goes(held=9, nodes=(but(NODE, node_id="other"),)) == "", "that one has it too, or goes on"
     assert goes(held=9, is_over=True) == ""
+    assert goes(held=9, held_run="other") == "", "that is of a run before"
     assert goes(held=9, leads=False) == "", "it does not know who is there"
 
 
