@@ -71,7 +71,7 @@ class DataLoader:
     """Loaders within an epoch: they have yielded a batch, and their iterator is not exhausted."""
 
     drawn_from: ClassVar[WeakSet[DataLoader]] = WeakSet()
-    """Loaders that have yielded a batch since the body of the current epoch began."""
+    """Loaders that have yielded a batch since the body of State's epoch began."""
 
     def __init__(
         self,
@@ -102,13 +102,12 @@ class DataLoader:
         """Starts of all iterations that have not drawn a batch yet."""
         self._epoch = 0
         self._samples = 0
-        self._body: tuple[tuple[int, int], tuple[int, int]] | None = None
-        """Epoch and samples as the body of State's epoch began: of the newest iterator, and of the next. None: no body
-        has begun."""
-        self._committed = (-1, 0)
+        self._at_body: tuple[int, int] | None = None
+        """Epoch and samples of the next iteration as the body of State's epoch began; None: an iterator was in use."""
+        self._body: tuple[int, int] | None = None
+        """The same, if the body iterates the loader before `State.steps`. A restart returns the loader to there."""
+        self._committed = (0, 0)
         """Epoch and samples at the commit that was restored."""
-        self._left_out_until = (-1, 0)
-        """Batches up to this epoch and sample are drawn, but not yielded."""
         self._ahead = _DrawnAhead()
         self._yielded: MicroBatch | None = None
         self.is_endless = False
@@ -154,6 +153,16 @@ class DataLoader:
         return self._require_yielded().ends_step
 
     @property
+    def varies_with_world(self) -> bool:
+        """Whether the number of batches of a step's samples depends on the number of ranks."""
+        return self.batch_size is not None or self._micro_batch is not None
+
+    @property
+    def returns_in_body(self) -> bool:
+        """Whether the body of State's epoch iterates this loader before `State.steps`."""
+        return self._body is not None
+
+    @property
     def is_shuffled(self) -> bool:
         """Whether each epoch has another order."""
         return self._shuffle
@@ -173,12 +182,8 @@ class DataLoader:
         If the loader is given to State, it continues after the last committed step, independent of State's epochs.
         """
         self.is_endless = True
-        return self._chain(self._take_start())
-
-    def _chain(self, start: _Start) -> Iterator[Any]:
         while True:
-            yield from self._iterate(start)
-            start = self._take_start()
+            yield from self
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, for a loader that is iterated directly.
@@ -198,35 +203,30 @@ class DataLoader:
         for each in self._waiting:
             each.is_void = True
         self._start = _Start(epoch, done)
-        self._left_out_until = (-1, 0)
 
-    def begin_body(self, *, is_resumed: bool, is_before: bool) -> None:
-        """Note the position at the beginning of the body of State's epoch; if that is resumed, return to it.
-
-        So a body that takes batches before `State.steps` (`batches = list(loader)`) takes the same after a restart.
-
-        Args:
-            is_resumed: items of this epoch are committed.
-            is_before: what is iterated next was made before the body (`loader.endless()` before the loop over epochs),
-                and continues where its predecessor was then.
-        """
+    def begin_body(self, *, is_resumed: bool) -> None:
+        """Note where the body of State's epoch begins; if the epoch is resumed and that is known, return to there."""
         if not is_resumed:
-            self._body = self._place(), (self._start.epoch, self._start.done)
+            self._at_body = (self._start.epoch, self._start.done) if self._is_idle() else None
+            self._body = None
         elif self._body is not None:
-            newest, following = self._body
-            self.go_to(*(newest if is_before else following))
-            for each in self._waiting:  # made before the body
-                each.epoch, each.done = newest
-                each.is_void = False
+            self.go_to(*self._body)
 
-    def return_to_committed(self) -> None:
-        """Make iterations that have not drawn a batch yet begin after the commit that was restored."""
-        for each in (*self._waiting, self._start):
-            each.epoch, each.done = max((each.epoch, each.done), self._committed)
+    def end_body(self, *, is_resumed: bool) -> None:
+        """Note that `State.steps` begins, and may be given batches that the body has taken from this loader.
 
-    def leave_out_committed(self) -> None:
-        """Do not yield again what was committed, also from an iterator that the body has begun already."""
-        self._left_out_until = self._committed
+        If so (`batches = list(loader)`), a restart must let the body take the same. This is known only of a body that
+        has iterated the loader and has no iterator left: one that is in use continues after the commit.
+        """
+        if not self._is_idle():
+            return
+        if not is_resumed:
+            self._body = self._at_body if self in DataLoader.drawn_from else None
+        elif self._body is not None:
+            self.go_to(*self._committed)
+
+    def _is_idle(self) -> bool:
+        return self not in DataLoader.under_way and not self._waiting
 
     @contextmanager
     def beginning_at(self, epoch: int, done: int, begun: list[DataLoader]) -> Iterator[None]:
@@ -304,18 +304,14 @@ class DataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the options that define the order, and the position: the epoch, and its samples that were drawn.
 
-        `body` is the position at which the body of State's epoch began, or None.
+        `body` is the position to which a restart returns at the beginning of the body of State's epoch, or None.
         """
-        epoch, samples = self._place()
-        return {**self._order(), "epoch": epoch, "samples": samples, "body": self._body}
-
-    def _place(self) -> tuple[int, int]:
-        begun = self._begun
+        begun, place = self._begun, (self._start.epoch, self._start.done)
         if self in DataLoader.under_way:
-            return self._epoch, self._samples
-        if begun is not None and not (begun.is_settled or begun.is_void):
-            return begun.epoch, begun.done
-        return self._start.epoch, self._start.done
+            place = self._epoch, self._samples
+        elif begun is not None and not (begun.is_settled or begun.is_void):
+            place = begun.epoch, begun.done
+        return {**self._order(), "epoch": place[0], "samples": place[1], "body": self._body}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position of the saved loader.
@@ -362,9 +358,8 @@ class DataLoader:
                 self._yielded = drawn.popleft()
                 self._samples = self._yielded.samples
                 DataLoader.under_way.add(self)
-                if (self._epoch, self._samples) > self._left_out_until:
-                    DataLoader.drawn_from.add(self)
-                    yield batch
+                DataLoader.drawn_from.add(self)
+                yield batch
         finally:
             if drawn is self._ahead.drawn:
                 DataLoader.under_way.discard(self)

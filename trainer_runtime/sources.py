@@ -51,23 +51,15 @@ class Sources:
         self._pos = pos
         self._loaders = [each for each in contents.of_type(object) if is_own_loader(each)]
         self._fault = ""
-        self._has_warned_of_unsaved = False
-        self._before_body: dict[str, bytes | None] = {}
-        """What `_fingerprints` returned when the epoch's body began, if its first item is the first of this process."""
+        self._has_warned_of_body = False
         self._at_commit: dict[str, Any] | None = None
         """The state at the first commit of this process, until the next item is drawn."""
 
-    def begin_body(self, *, is_before: bool = False) -> None:
-        """Note where the loaders are as the body of an epoch begins; if the epoch is resumed, return them to there.
-
-        Args:
-            is_before: the script may still make iterators before the body.
-        """
+    def begin_body(self) -> None:
+        """Note where the loaders are as the body of an epoch begins; if the epoch is resumed, return them to there."""
         for loader in self._loaders:
-            loader.begin_body(is_resumed=self._pos.items > 0, is_before=is_before)
+            loader.begin_body(is_resumed=self._pos.items > 0)
         forget_drawn()
-        if self._pos.due == 0:
-            self._before_body = self._fingerprints()
 
     def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet, and count them.
@@ -82,9 +74,7 @@ class Sources:
         pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
         before = self._fingerprints() if pos.due == 0 else {}
-        drawn_before = drawn_from()
-        for loader in self._loaders if pos.items else ():
-            loader.return_to_committed()
+        self._end_body(items, named)
         places = {loader: loader.state_dict() for loader in self._loaders} if named is None and pos.items else {}
         if is_own_loader(named):
             pos.loader = named
@@ -104,11 +94,8 @@ class Sources:
             pos.drawn = pos.items
             item = next(iterator, _END)
         pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)
-        for loader in drawn_before.intersection(pos.beside) if pos.items else ():
-            loader.leave_out_committed()
         if item is not _END:
             self._fault = self._find_fault(before, named, items)
-            self._warn_of_unsaved(drawn_before, named)
         while item is not _END:
             pos.drawn += 1
             pos.item = _name_of(item)
@@ -117,6 +104,44 @@ class Sources:
                 self._check_after_commit(self._at_commit)
             item = next(iterator, _END)
         pos.is_drawn_out = True
+
+    def _end_body(self, items: object, named: object | None) -> None:
+        """Note which loaders the body has drawn from; print a line where a restart would draw other batches."""
+        is_resumed, is_list = self._pos.items > 0, isinstance(items, list | tuple | deque)
+        others = [each for each in self._loaders if each is not named]
+        for loader in others:
+            loader.end_body(is_resumed=is_resumed)
+        if self._has_warned_of_body or not is_main():
+            return
+        if is_resumed:
+            if (
+                self._pos.is_resized
+                and is_list
+                and any(each.returns_in_body and each.varies_with_world for each in others)
+            ):
+                self._has_warned_of_body = True
+                warn(
+                    f"state.steps() was given a {type(items).__name__}, and the number of ranks has changed: an item "
+                    "has another number of samples now, so some are repeated or left out. Give the loader itself to "
+                    "state.steps()"
+                )
+            return
+        drawn = [each for each in drawn_from() if each is not named]
+        in_use = [each for each in drawn if each in self._loaders and each.is_within_epoch]
+        unsaved = [each for each in drawn if is_list and each.is_shuffled and not self._contents.holds(each)]
+        self._has_warned_of_body = bool(in_use or unsaved)
+        if in_use:
+            warn(
+                f"batches of the DataLoader of {type(in_use[0].dataset).__name__} were taken before state.steps() by "
+                "an iterator that is still in use: after a restart this epoch would take others there, and leave them "
+                "out of its steps. Take batches within the loop over state.steps()"
+            )
+        elif unsaved:
+            warn(
+                f"state.steps() was given a {type(items).__name__}, made after batches were taken from a DataLoader of "
+                f"{type(unsaved[0].dataset).__name__} that State does not save: after a restart that loader begins "
+                "with the order of epoch 0 again. Give it to State if the items come from it"
+            )
 
     def check(self) -> None:
         """Check that every source that is drawn from will continue at its position after a restart.
@@ -178,17 +203,6 @@ class Sources:
             )
         self._contents.parts.restore_random_states()
 
-    def _warn_of_unsaved(self, drawn_before: set[DataLoader], named: object | None) -> None:
-        """Print a line where the items may be batches of a loader that begins anew after a restart."""
-        shuffled = [each for each in drawn_before.difference(self._loaders) if each.is_shuffled]
-        if shuffled and named is None and not self._has_warned_of_unsaved and is_main():
-            self._has_warned_of_unsaved = True
-            warn(
-                f"the DataLoader of {type(shuffled[0].dataset).__name__} was drawn from before state.steps(), which "
-                "was not given it, and State does not save it: after a restart its order begins with that of epoch 0 "
-                "again. Give it to State if the items come from it"
-            )
-
     def _require_saved(self, source: object, *, is_named: bool) -> object | None:
         """Return the source if it resumes by itself, else None."""
         if self._contents.holds(source) or (is_own_loader(source) and not is_named):
@@ -205,9 +219,12 @@ class Sources:
 
     def _find_fault(self, before: dict[str, bytes | None], named: object | None, items: object) -> str:
         """Return an error message about the source of the first item; empty if nothing is wrong."""
+        if is_own_loader(named) and isinstance(items, list | tuple | deque):
+            return (
+                f"state.steps() was given a {type(items).__name__} and source=: after a restart the committed items "
+                "would come again. source= is for what draws from it item by item; leave it out"
+            )
         streams, after = self._contents.streams(), self._fingerprints() if before else {}
-        if isinstance(items, list | tuple | deque):  # made before `steps`, maybe of the items of a source
-            before = self._before_body or before
         moved = [name for name, value in after.items() if None not in {value, before[name]} and value != before[name]]
         if named is None and moved:
             return (
@@ -299,10 +316,10 @@ def is_own_loader(thing: object) -> TypeGuard[DataLoader]:
     return module is not None and isinstance(thing, module.DataLoader)
 
 
-def drawn_from() -> set[DataLoader]:
+def drawn_from() -> list[DataLoader]:
     """Return the `tr.DataLoader`s of this process that have yielded a batch since `forget_drawn`."""
     module = sys.modules.get("trainer_runtime.data")
-    return set() if module is None else cast("set[DataLoader]", set(module.DataLoader.drawn_from))
+    return [] if module is None else cast("list[DataLoader]", list(module.DataLoader.drawn_from))
 
 
 def forget_drawn() -> None:

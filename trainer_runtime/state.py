@@ -238,7 +238,7 @@ class State:
         restored = restorer.load(turn=turn)
         self._handoff, self._saver, self._snapshots = restored.handoff, restored.saver, restored.snapshots
         settle_before_phases(self.settle)
-        self._sources.begin_body(is_before=True)
+        self._sources.begin_body()
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs, from the interrupted one to `total - 1`.
