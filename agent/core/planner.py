@@ -8,8 +8,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - np is a goal: a running group trains on until the nodes for a larger one are there. Only a *lost* member makes the job
   wait, and only if fewer nodes are left than it must restore: the minimum, or the last size reached if np was never
   reached.
-- A newcomer that joins and is lost again costs two restarts. Each time this happens, the next growth waits twice as
-  long.
+- A newcomer that joins and is lost again makes all ranks start anew twice (no failure is counted). Each time this
+  happens, the next growth waits twice as long.
 - To wait is a decision too: a group without members, under the next number, so that no older group can come back.
 - A worker that failed because of a broken connection is a consequence. The plan waits until the cause is known: the
   exit report of the peer, or the end of the peer's lease, and never longer. Watched records may arrive late, so the

@@ -214,7 +214,7 @@ def _phases(incident: Incident) -> str:
 
 def _where_it_resumed(incident: Incident) -> str:
     if not incident.step:
-        return "Training began at the start, or the script commits no steps."
+        return f"Training began at the start{'' if incident.is_first_start else ', or the script commits no steps'}."
     resumed = f"Training resumed after step {incident.step}"
     if incident.is_first_start or not incident.phases.is_complete:  # replayed steps are known once all ranks have begun
         return f"{resumed}."

@@ -55,6 +55,7 @@ def _play(cluster: Cluster, steps: int) -> None:
 def _live(cluster: Cluster) -> None:
     """Nothing is wrong any more: the job trains, is left alone, and finishes."""
     cluster.run_until(lambda: _all_stay(cluster))
+    cluster.run(6.0)  # failures of before are reported, and nodes left out because of them
     # By the ids that they have got: an agent that had to step aside does not stand for the node of its name, whose own
     # disk may have the checkpoint.
     left_out = cluster.group.left_out if cluster.group is not None else ()
