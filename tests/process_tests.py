@@ -53,7 +53,12 @@ class SecondTry:
     def __init__(self, names: Path) -> None:
         self._names = names
         self._failures: dict[str, _Failure] = {}
+        self._is_incomplete = False
+        """Whether a file could not be collected: its tests did not run."""
         self._verdicts: list[str] = []
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._is_incomplete |= report.failed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -73,7 +78,8 @@ class SecondTry:
             if not strict:
                 self._verdicts.append(f"not run again: more than {MAX_FLAKY} tests would be flaky ({before} before)")
             return
-        if all([self._passes_alone(session.config, name) for name in self._failures]):  # noqa: C419 - each is tried
+        all_pass = all([self._passes_alone(session.config, name) for name in self._failures])  # noqa: C419 - each is tried
+        if all_pass and not self._is_incomplete:
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -90,6 +96,8 @@ class SecondTry:
         with second.open("wb") as output:
             argv = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", name]
             code = subprocess.run(argv, cwd=config.rootpath, stdout=output, stderr=output, check=False).returncode
+        if code == 0 and b"1 passed" not in second.read_bytes():
+            code = pytest.ExitCode.NO_TESTS_COLLECTED  # it was skipped
         told = (
             f"{name}: failed, then {'passed' if code == 0 else 'failed'} alone in {time.monotonic() - began_at:.1f} s"
         )

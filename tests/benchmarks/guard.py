@@ -95,9 +95,9 @@ def _judge(name: str, bound: Bound | None, measured: tuple[float, ...]) -> Verdi
         return Verdict(name, "", measured, None, f"has no bound: add it to {BOUNDS.name}")
     if not measured:
         problem = "was not measured: add it to RATIOS, or remove its bound"
-    elif any(value <= bound.bound for value in measured):  # not so with NaN
+    elif any(0 < value <= bound.bound for value in measured):  # not so with NaN
         problem = ""
-    elif all(map(math.isnan, measured)):
+    elif not any(value > bound.bound for value in measured):
         problem = "could not be measured"
     else:
         problem = f"over its bound; it was {bound.measured:g} at commit {bound.commit}, {bound.date}"

@@ -79,6 +79,22 @@ def test_one_that_fails_once_is_named_flaky_and_passes(
     assert "1 passed" in next(tmp_path.glob("*.second.log")).read_text()
 
 
+def test_a_file_that_cannot_be_collected_fails_the_run(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run("import no_such_module", FAILS_ONCE, workers=2)
+    assert done.returncode != 0, done.stdout
+    assert "no_such_module" in done.stdout
+
+
+def test_a_second_try_that_is_skipped_does_not_pass(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run(
+        FAILS_ONCE.replace(
+            "    assert was_there", "    if was_there: import pytest; pytest.skip('no')\n    assert was_there"
+        )
+    )
+    assert done.returncode == 1, done.stdout
+    assert "FAILED TWICE test_0.py::test_fails_once" in done.stdout
+
+
 def test_one_that_fails_twice_fails_the_run(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = run(FAILS_ONCE, FAILS_TWICE)
     assert done.returncode == 1, done.stdout

@@ -208,7 +208,10 @@ def _in_forks(asked: Iterable[tuple[object, Callable[[], object]]], *, jobs: int
             with os.fdopen(pipe) as answer:
                 said = answer.read()
             os.waitpid(pid, 0)
-            yield running.pop((pipe, pid)), json.loads(said) if said else None
+            answer = json.loads(said) if said else None
+            if isinstance(answer, dict) and "error" in answer:  # else a fault of this suite would seem to kill a mutant
+                raise RuntimeError(f"{running[pipe, pid]} could not be played: {answer['error']}")
+            yield running.pop((pipe, pid)), answer
 
 
 def _fork(call: Callable[[], object]) -> tuple[int, int]:
@@ -224,7 +227,10 @@ def _fork(call: Callable[[], object]) -> tuple[int, int]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        answer = json.dumps(call())
+        try:
+            answer = json.dumps(call())
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         with os.fdopen(its_own, "w") as pipe:

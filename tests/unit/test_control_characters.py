@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.operate.log_sources import LogLibrary
@@ -35,6 +35,7 @@ def test_control_characters_are_escaped_and_colours_stay(text: bytes, shown: byt
     assert escape_control_bytes(text) == shown
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_harmless_text_is_unchanged(text: str) -> None:
     assert escape_controls(escape_controls(text)) == escape_controls(text)

@@ -22,6 +22,8 @@ BOUNDS = {"commit": Bound("what", bound=3.0, measured=1.5, commit="abc1234", dat
         ({"commit": [math.inf]}, "over its bound"),
         ({"commit": [math.nan]}, "could not be measured"),
         ({"commit": [math.nan, 2.9]}, ""),
+        ({"commit": [0.0]}, "could not be measured"),
+        ({"commit": [-math.inf]}, "could not be measured"),
         ({}, "was not measured"),
     ],
 )

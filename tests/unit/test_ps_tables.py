@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -25,6 +25,7 @@ def ids_of(*ids: int) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sets(IDS | st.integers(0, 300), max_size=200), max_size=5))
 def test_an_index_answers_as_a_dictionary(batches: list[set[int]]) -> None:
     index, known = Index(), dict[int, int]()

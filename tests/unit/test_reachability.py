@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasons import LOST
 
@@ -152,6 +152,7 @@ def test_doubts_weigh_less_than_how_many_can_go_on(
     assert going_on("abcde", apart, kept=kept, need=need, doubts=doubts) == expected
 
 
+@settings(deadline=None)
 @given(st.sets(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))), st.integers(0, 12))
 def test_all_that_continue_reach_each_other_and_no_larger_set_does(apart: set[tuple[str, str]], need: int) -> None:
     told = pairs(*(one + other for one, other in apart if one != other))
