@@ -106,42 +106,49 @@ class Sources:
         pos.is_drawn_out = True
 
     def _end_body(self, items: object, named: object | None) -> None:
-        """Note which loaders the body has drawn from; print a line where a restart would draw other batches."""
-        is_resumed, is_list = self._pos.items > 0, isinstance(items, list | tuple | deque)
+        """Note which loaders the body has drawn from; print a line, once, where a restart would draw other batches."""
         others = [each for each in self._loaders if each is not named]
         for loader in others:
-            loader.end_body(is_resumed=is_resumed)
-        if self._has_warned_of_body or not is_main():
-            return
-        if is_resumed:
+            loader.end_body(is_resumed=self._pos.items > 0)
+        if not self._has_warned_of_body and is_main() and (warning := self._warning_of_body(items, others)):
+            self._has_warned_of_body = True
+            warn(warning)
+
+    def _warning_of_body(self, items: object, others: list[DataLoader]) -> str:
+        """Return what to print about the batches that the body has drawn before its steps; empty: nothing.
+
+        Args:
+            items: the argument of `State.steps`.
+            others: the loaders in State that are not the source of the items by name.
+        """
+        kind, is_list = type(items).__name__, _is_list(items)
+        if self._pos.items:
             if (
-                self._pos.is_resized
-                and is_list
+                is_list
+                and self._pos.is_resized
                 and any(each.returns_in_body and each.varies_with_world for each in others)
             ):
-                self._has_warned_of_body = True
-                warn(
-                    f"state.steps() was given a {type(items).__name__}, and the number of ranks has changed: an item "
-                    "has another number of samples now, so some are repeated or left out. Give the loader itself to "
-                    "state.steps()"
+                return (
+                    f"state.steps() was given a {kind}, and the number of ranks has changed: an item has another "
+                    "number of samples now, so some are repeated or left out. Give the loader itself to state.steps()"
                 )
-            return
-        drawn = [each for each in drawn_from() if each is not named]
-        in_use = [each for each in drawn if each in self._loaders and each.is_within_epoch]
-        unsaved = [each for each in drawn if is_list and each.is_shuffled and not self._contents.holds(each)]
-        self._has_warned_of_body = bool(in_use or unsaved)
-        if in_use:
-            warn(
-                f"batches of the DataLoader of {type(in_use[0].dataset).__name__} were taken before state.steps() by "
-                "an iterator that is still in use: after a restart this epoch would take others there, and leave them "
-                "out of its steps. Take batches within the loop over state.steps()"
-            )
-        elif unsaved:
-            warn(
-                f"state.steps() was given a {type(items).__name__}, made after batches were taken from a DataLoader of "
-                f"{type(unsaved[0].dataset).__name__} that State does not save: after a restart that loader begins "
-                "with the order of epoch 0 again. Give it to State if the items come from it"
-            )
+            return ""
+        drawn = drawn_from()
+        for loader in drawn.intersection(others):
+            if loader.is_within_epoch:
+                return (
+                    f"batches of the DataLoader of {type(loader.dataset).__name__} were taken before state.steps() by "
+                    "an iterator that is still in use: after a restart the epoch's body would take the batches that "
+                    "come next, and its steps would leave them out. Take batches within the loop over state.steps()"
+                )
+        for loader in drawn if is_list else ():
+            if loader.is_shuffled and not self._contents.holds(loader):
+                return (
+                    f"state.steps() was given a {kind}, made after batches were taken from a DataLoader of "
+                    f"{type(loader.dataset).__name__} that State does not save: after a restart that loader begins "
+                    "with the order of epoch 0 again. Give it to State if the items come from it"
+                )
+        return ""
 
     def check(self) -> None:
         """Check that every source that is drawn from will continue at its position after a restart.
@@ -219,7 +226,7 @@ class Sources:
 
     def _find_fault(self, before: dict[str, bytes | None], named: object | None, items: object) -> str:
         """Return an error message about the source of the first item; empty if nothing is wrong."""
-        if is_own_loader(named) and isinstance(items, list | tuple | deque):
+        if is_own_loader(named) and _is_list(items):
             return (
                 f"state.steps() was given a {type(items).__name__} and source=: after a restart the committed items "
                 "would come again. source= is for what draws from it item by item; leave it out"
@@ -239,6 +246,11 @@ class Sources:
                 "restart it would yield that item again. Count an item before it is yielded"
             )
         return ""
+
+
+def _is_list(items: object) -> bool:
+    """Return whether the items were all made before `State.steps`."""
+    return isinstance(items, list | tuple | deque)
 
 
 def _drop(iterator: Iterator[object], pos: Position, kind: str, places: dict[DataLoader, dict[str, Any]]) -> None:
@@ -316,10 +328,10 @@ def is_own_loader(thing: object) -> TypeGuard[DataLoader]:
     return module is not None and isinstance(thing, module.DataLoader)
 
 
-def drawn_from() -> list[DataLoader]:
+def drawn_from() -> set[DataLoader]:
     """Return the `tr.DataLoader`s of this process that have yielded a batch since `forget_drawn`."""
     module = sys.modules.get("trainer_runtime.data")
-    return [] if module is None else cast("list[DataLoader]", list(module.DataLoader.drawn_from))
+    return set() if module is None else cast("set[DataLoader]", set(module.DataLoader.drawn_from))
 
 
 def forget_drawn() -> None:

@@ -349,13 +349,18 @@ def change(number: int) -> GroupChange:
     return GroupChange(run="r", group=number, cause="lost", reason=LOST, at=20.0, members=())
 
 
-def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_brought_back() -> None:
-    """The group that it made is not the one that was lost: nothing is added to it."""
+def view_of_restored_group() -> ClusterView:
+    """Group 3, whose only member writes again what etcd has lost."""
     shown = view_of_group(3, begun=3)
     assert shown.group is not None
     node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, restoring_group=3)
     group = msgspec.structs.replace(shown.group.value, members=(node.member,))
-    shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
+    return replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
+
+
+def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_brought_back() -> None:
+    """The group that it made is not the one that was lost: nothing is added to it."""
+    shown = view_of_restored_group()
     phases = Phases(detect_s=1.0, agree_s=1.0, stop_s=5.0)
     old = Incident(run="r", group=2, cause="lost", reason=LOST, at=9.0, began_at=1.0, members=(), phases=phases)
     following = change(4)
@@ -369,11 +374,7 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
 
 def test_all_of_a_group_that_made_no_step_is_downtime() -> None:
     """Beyond the phases that are known of its incident."""
-    shown = view_of_group(3, begun=3)
-    assert shown.group is not None
-    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, restoring_group=3)
-    group = msgspec.structs.replace(shown.group.value, members=(node.member,))
-    shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
+    shown = view_of_restored_group()
     phases = Phases(detect_s=1.0, agree_s=1.0, stop_s=5.0)
     last = Incident(run="r", group=3, cause="lost", reason=LOST, at=9.0, began_at=1.0, members=(), phases=phases)
     came = Observations(group=3, group_since=100.0, not_before=100.0, fault_at=130.0, broken_since=130.0)

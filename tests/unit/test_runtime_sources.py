@@ -168,6 +168,19 @@ def test_a_loader_that_is_named_begins_after_its_committed_samples(tmp_path: Pat
     assert run(8) + run(None) == expected
 
 
+def commit_each(
+    state: tr.State, epochs: int, items_of: Callable[[int], Iterable[Any]], stop_at: int | None
+) -> Iterator[Any]:
+    """Yield each epoch's items, and commit them; end with a save after step `stop_at`."""
+    for epoch in state.epochs(epochs):
+        for item in state.steps(items_of(epoch)):
+            yield item
+            state.commit()
+            if state.step == stop_at:
+                state.save()
+                return
+
+
 OTHER_EPOCHS = {
     "as long": (12, iter),
     "longer": (30, iter),
@@ -225,16 +238,9 @@ def test_a_body_that_draws_from_a_loader_before_the_steps_draws_the_same_after_a
     tmp_path: Path, begin: Callable[[tr.DataLoader], Iterable[Any]], stop_at: int
 ) -> None:
     def run(directory: Path, stop_at: int | None) -> list[Any]:
-        data, drawn = loader(0), []
+        data = loader(0)
         state = tr.State(checkpoint_dir=directory, data=data)
-        for _ in state.epochs(3):
-            for batch in state.steps(begin(data)):
-                drawn.append(batch.tolist())
-                state.commit()
-                if state.step == stop_at:
-                    state.save()
-                    return drawn
-        return drawn
+        return [batch.tolist() for batch in commit_each(state, 3, lambda _: begin(data), stop_at)]
 
     whole = run(tmp_path / "whole", None)
     assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
@@ -245,15 +251,13 @@ def test_a_second_loader_that_the_body_passes_over_does_not_come_to_other_epochs
     def run(directory: Path, stop_at: int | None) -> list[Any]:
         first, second, drawn = loader(1), loader(2, 6), []
         state = tr.State(checkpoint_dir=directory, first=first, second=second)
-        for epoch in state.epochs(4):
+
+        def items_of(epoch: int) -> tr.DataLoader:
             if epoch < 2:
                 drawn.append([batch.tolist() for _ in range(3) for batch in second])
-            for batch in state.steps(first if epoch < 2 else second):
-                drawn.append(batch.tolist())
-                state.commit()
-                if state.step == stop_at:
-                    state.save()
-                    return drawn
+            return first if epoch < 2 else second
+
+        drawn.extend(batch.tolist() for batch in commit_each(state, 4, items_of, stop_at))
         return drawn
 
     whole = run(tmp_path / "whole", None)
@@ -406,16 +410,10 @@ def test_a_wrapped_loader_whose_items_have_other_samples_than_before_is_reported
 @pytest.mark.parametrize("stop_at", [4, 8, 11])
 def test_a_loader_that_a_chain_begins_in_some_epochs_only_keeps_its_own_count(tmp_path: Path, stop_at: int) -> None:
     def run(directory: Path, stop_at: int | None) -> list[list[int]]:
-        first, second, drawn = loader(1, 6), loader(2, 6), []
+        first, second = loader(1, 6), loader(2, 6)
         state = tr.State(checkpoint_dir=directory, first=first, second=second)
-        for epoch in state.epochs(4):
-            for batch in state.steps(itertools.chain(first, second) if epoch % 2 else first):
-                drawn.append(batch.tolist())
-                state.commit()
-                if state.step == stop_at:
-                    state.save()
-                    return drawn
-        return drawn
+        batches = commit_each(state, 4, lambda epoch: itertools.chain(first, second) if epoch % 2 else first, stop_at)
+        return [batch.tolist() for batch in batches]
 
     whole = run(tmp_path / "whole", None)
     assert len(whole) == 18
