@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer_runtime.capture.local import is_sharded
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
 from trainer_runtime.sources import is_own_loader
@@ -17,7 +18,6 @@ from trainer_runtime.values import (
     RestoredMemory,
     Stateful,
     is_equal,
-    is_sharded,
     load_state,
     outline,
     read_state,
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from trainer_runtime.sharded import Shards
 
 T = TypeVar("T")
+
+SHARDED = "sharded"
+"""The key of what a rank holds of sharded objects, in its part of a snapshot and in the content to load."""
 
 
 class Contents:
@@ -53,7 +56,7 @@ class Contents:
             _refuse_fsdp1(name, module)
         self.shards = _find_shards(self._objects)
         """The sharded objects; None if no object is sharded."""
-        sharded = self.shards.names if self.shards is not None else frozenset()
+        sharded = self.shards.objects.names if self.shards is not None else frozenset()
         self._whole = {name: thing for name, thing in self._objects.items() if name not in sharded}
         self.parts = Parts(self._own, modules, self._generators)
         self._outlines = {name: found for name, value in self._values.items() if (found := outline(value)) is not None}
@@ -99,6 +102,15 @@ class Contents:
         """Return what a checkpoint holds of the objects and values that are whole and equal on all ranks."""
         return {**{name: read_state(thing) for name, thing in self._whole.items()}, **self._values}
 
+    def read_part(self) -> dict[str, Any]:
+        """Return what a snapshot holds of this rank alone: its own part, and what it has of sharded objects.
+
+        Raises:
+            LayoutError: a sharded tensor is laid out in a way that cannot be described; the message has its name.
+        """
+        part = self.parts.read()
+        return part if self.shards is None else {**part, SHARDED: self.shards.objects.read()}
+
     def read_checked(self) -> dict[str, Any]:
         """Return the same as `read`; TypeError, with the name, if something could not be loaded back."""
         contents = self.read()
@@ -107,7 +119,7 @@ class Contents:
             if name in self._outlines and (fault := self._outlines[name].find_other(name, value)):
                 raise TypeError(fault)
         if self.shards is not None:
-            self.shards.check()
+            self.shards.objects.check()
         return contents
 
     def copy_kept(self, saved: dict[str, Any]) -> dict[str, Any]:

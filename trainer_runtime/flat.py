@@ -100,6 +100,16 @@ class Flattened:
             target[at : at + len(source)] for at, source in zip(self.layout.places, self.layout.sources, strict=True)
         ]
 
+    def to_bytes(self) -> bytearray:
+        """Return the whole state in a memory of its own."""
+        data = bytearray(self.bytes)
+        self.write_values(data, 0)
+        for source, target in zip(
+            self.layout.sources, self.targets(torch.frombuffer(data, dtype=torch.uint8)), strict=True
+        ):
+            target.copy_(source)
+        return data
+
 
 class Flattener:
     """Flattens the same state repeatedly; what stays the same is computed once."""

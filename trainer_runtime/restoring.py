@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.contents import SHARDED
 from trainer_runtime.dist import Shared, do_on_all, is_main, rank, share_from_main, world_size
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import HandoffParticipant
@@ -108,10 +109,10 @@ class Restorer:
         group, data, is_in_memory = self._start
         messages = open_rank_messages(group, turn)
         if data is not None:
-            do_on_all(lambda: self._load(read_content(data)))
+            do_on_all(lambda: self._load(read_content(data), is_in_memory=False))
         elif is_in_memory and self.channel is not None:
             content = read_from_memory(self.channel, messages, self.contents)
-            do_on_all(lambda: self._load(content))
+            do_on_all(lambda: self._load(content, is_in_memory=True))
             self.pos.saved = NOT_SAVED  # there is no checkpoint of this step
             self.pos.last_due = int(messages.broadcast("committed", lambda: str(self._opener.committed_step)))
         handoff = self._join_handoffs(messages)
@@ -131,9 +132,15 @@ class Restorer:
         snapshots = begin_snapshots(saver, self.channel, messages, has_load_hooks=bool(self.load_hooks))
         return Restored(saver, snapshots, handoff)
 
-    def _load(self, content: dict[str, Any]) -> None:
+    def _load(self, content: dict[str, Any], *, is_in_memory: bool) -> None:
         self.seed = load_content(
-            content, self.directory, self.contents, self.pos, seed=self.seed, lr_scaling=self.lr_scaling
+            content,
+            self.directory,
+            self.contents,
+            self.pos,
+            is_in_memory=is_in_memory,
+            seed=self.seed,
+            lr_scaling=self.lr_scaling,
         )
         if self.pos.items:
             self.contents.note_committed()
@@ -218,6 +225,7 @@ def load_content(
     contents: Contents,
     pos: Position,
     *,
+    is_in_memory: bool,
     seed: int | None,
     lr_scaling: LrScaling | None,
 ) -> int:
@@ -225,9 +233,10 @@ def load_content(
 
     Args:
         content: the saved content.
-        directory: directory of the checkpoints; used if objects are sharded.
+        directory: directory of the checkpoints; used if objects are sharded and saved on disk.
         contents: the objects and values.
         pos: the position, which is overwritten.
+        is_in_memory: the content is that of a snapshot, which has what is sharded as well.
         seed: the seed that the user gave, if any.
         lr_scaling: how learning rates follow the world size, if they do.
 
@@ -245,7 +254,10 @@ def load_content(
         )
     contents.load(content["objects"], next(part for part in content["ranks"] if part))
     if contents.shards is not None:
-        contents.shards.load(directory / _own_name(content) / SHARDS, content["sharded"])
+        if is_in_memory:
+            contents.shards.objects.load(content[SHARDED])
+        else:
+            contents.shards.load(directory / _own_name(content) / SHARDS, content[SHARDED])
     if lr_scaling is not None:
         factor = factor_of(lr_scaling, content["world_size"], world_size())
         rescale(contents.of_type(Optimizer), contents.of_type(LRScheduler), factor)

@@ -18,6 +18,7 @@ import torch
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
+from trainer_runtime.contents import SHARDED
 from trainer_runtime.dist import world_size
 from trainer_runtime.exchange import script_line
 from trainer_runtime.hostcopy import HostCopier, is_ordinary
@@ -231,7 +232,7 @@ class Saver:
         if self.contents.shards is None:
             return {}
         self._check_shard_dir(self._propose_shard_dir(private.name))
-        return {"sharded": HostCopier().copy(self.contents.shards.write(private / SHARDS))}
+        return {SHARDED: HostCopier().copy(self.contents.shards.write(private / SHARDS))}
 
     def _write_shards_with_main(self) -> bool:
         """On ranks other than 0: write the shards where rank 0 proposes; False if rank 0 does not save this step."""

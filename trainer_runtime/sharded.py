@@ -33,11 +33,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainer_runtime.capture.sharded_objects import ShardedObjects
 from trainer_runtime.checkpoint import open_file, read_file
-from trainer_runtime.values import require_loadable
 
 if TYPE_CHECKING:
     import os
@@ -176,47 +175,17 @@ class _Writer(FileSystemWriter):
 
 
 class Shards:
-    """The sharded objects of a State. All methods that write or read are collectives.
+    """The sharded objects of a State, in files. All methods that write or read are collectives.
+
+    Args:
+        objects: modules and optimizers of a State, by name.
 
     Raises:
         ValueError: an optimizer has parameters of a sharded module and others, for which torch has no common names.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
-        modules = {
-            name: thing for name, thing in objects.items() if isinstance(thing, nn.Module) and _is_sharded(thing)
-        }
-        optimizers = {name: thing for name, thing in objects.items() if isinstance(thing, Optimizer)}
-        self._groups = {
-            name: (module, {each: o for each, o in optimizers.items() if _belongs(each, o, name, module)})
-            for name, module in modules.items()
-        }
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the objects whose tensors are saved here."""
-        return frozenset(self._groups) | {name for _, optimizers in self._groups.values() for name in optimizers}
-
-    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the tensors, of which some are sharded, and the plain values."""
-        tensors: dict[str, Any] = {}
-        plain: dict[str, Any] = {}
-        for name, (module, optimizers) in self._groups.items():
-            weights, _ = get_state_dict(module, ())
-            tensors[name] = weights
-            for each, optimizer in optimizers.items():
-                _, state = get_state_dict(module, optimizer)
-                tensors[each], plain[each] = _split(state)
-        return tensors, plain
-
-    def check(self) -> None:
-        """Raise TypeError, with the name, if something could not be loaded back."""
-        for name, (module, _) in self._groups.items():
-            other = {key: value for key, value in module.state_dict().items() if not isinstance(value, torch.Tensor)}
-            if other:
-                raise TypeError(f"State cannot save {name}: wanted tensors only in a sharded module, got {min(other)}")
-        for name, _, optimizer in self._optimizers():
-            require_loadable(name, [{**group, "params": None} for group in optimizer.param_groups])
+        self.objects = ShardedObjects(objects)
 
     def write(self, shard_dir: Path) -> dict[str, Any]:
         """Write all shards into a directory, flushed to disk; return the plain values, to be saved elsewhere.
@@ -224,7 +193,7 @@ class Shards:
         Raises:
             OSError: on all ranks, if one of them could not write.
         """
-        tensors, plain = self.read()
+        tensors, plain = self.objects.read_whole()
         try:
             save(tensors, storage_writer=_Writer(shard_dir, sync_files=True))
         except CheckpointException as error:
@@ -242,14 +211,24 @@ class Shards:
             UnsafeListError: the list of shards is not one.
             ValueError: the shards do not fit the objects.
         """
-        parameters = [each for _, _, optimizer in self._optimizers() for each in _parameters(optimizer)]
+        parameters = [each for _, _, optimizer in self.objects.optimizers() for each in _parameters(optimizer)]
         with _as_new(parameters):
-            for name, module, optimizer in self._optimizers():
+            for name, module, optimizer in self.objects.optimizers():
                 optimizer.state.clear()
                 for parameter in _named(name, module, optimizer, plain[name]["state"]):
                     parameter.requires_grad_()
-            tensors, _ = self.read()
-            self._load(shard_dir, tensors, plain)
+            self._load(shard_dir, self._read_with_states(), plain)
+
+    def _read_with_states(self) -> dict[str, Any]:
+        """Return the tensors to load into. torch creates the optimizers' states by a step without effect."""
+        tensors: dict[str, Any] = {name: get_state_dict(module, ())[0] for name, module in self.objects.modules()}
+        for name, module, optimizer in self.objects.optimizers():
+            state: Any = get_state_dict(module, optimizer)[1]
+            tensors[name] = {
+                key: {kind: value for kind, value in of.items() if isinstance(value, torch.Tensor)}
+                for key, of in state["state"].items()
+            }
+        return tensors
 
     def _load(self, shard_dir: Path, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
         """Read the tensors with these names in place, and load them into the objects."""
@@ -257,16 +236,10 @@ class Shards:
             load(tensors, storage_reader=_Reader(shard_dir))
         except CheckpointException as error:
             raise ValueError(f"the shards in {shard_dir} do not fit the objects: {_reasons(error)}") from error
-        for name, (module, optimizers) in self._groups.items():
+        for name, module in self.objects.modules():
             set_model_state_dict(module, tensors[name])
-            for each, optimizer in optimizers.items():
-                set_optimizer_state_dict(module, optimizer, _join(tensors[each], plain[each]))
-
-    def _optimizers(self) -> Iterator[tuple[str, nn.Module, Optimizer]]:
-        """Yield name, module and optimizer of each optimizer."""
-        for module, optimizers in self._groups.values():
-            for name, optimizer in optimizers.items():
-                yield name, module, optimizer
+        for name, module, optimizer in self.objects.optimizers():
+            set_optimizer_state_dict(module, optimizer, _join(tensors[name], plain[name]))
 
 
 @contextmanager
@@ -306,34 +279,6 @@ def _reasons(error: CheckpointException) -> str:
     """Return one line with each rank's error, without tracebacks."""
     failures = sorted(error.failures.items())
     return "; ".join(f"rank {rank}: {type(caught).__name__}: {caught}" for rank, (caught, _) in failures)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
-def _belongs(its_name: str, optimizer: Optimizer, name: str, module: nn.Module) -> bool:
-    mine = {id(parameter) for parameter in module.parameters()}
-    is_mine = [id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]]
-    if any(is_mine) and not all(is_mine):
-        raise ValueError(
-            f"State cannot save {its_name}: wanted an optimizer of the parameters of one sharded module, got one of "
-            f"{name}'s and {is_mine.count(False)} others; make one for each module, or give State one module with all"
-        )
-    return any(is_mine)
-
-
-def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split an optimizer's state into its tensors, by parameter, and the rest."""
-    tensors = {
-        name: {key: value for key, value in of.items() if isinstance(value, torch.Tensor)}
-        for name, of in state["state"].items()
-    }
-    rest = {
-        name: {key: value for key, value in of.items() if not isinstance(value, torch.Tensor)}
-        for name, of in state["state"].items()
-    }
-    return tensors, {"state": rest, "param_groups": state["param_groups"]}
 
 
 def _join(tensors: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer_runtime.capture.local import is_sharded, local_of
 from trainer_runtime.checkpoint import warn
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ class SnapshotCopier:
         self._may_defer = True
         self._stepped: set[Optimizer] = set()
         """Optimizers that have stepped since the last snapshot."""
-        self._layout: Layout | None = None
+        self._layouts: tuple[Layout | None, ...] = ()
         self._splits: dict[frozenset[Optimizer], _Split] = {}
-        """Splits of this layout, by the optimizers that have stepped."""
+        """Splits of these layouts, by the optimizers that have stepped."""
         self._tensors: list[torch.Tensor] = []
         """Tensors that must not change while they are copied; `_versions` has their version counters at the commit."""
         self._versions: list[int] = []
@@ -81,14 +82,15 @@ class SnapshotCopier:
 
     def copy(self, begun: Unfinished) -> None:
         """Copy a snapshot, and finish it when all is copied."""
-        common, part = begun.common, begun.part
-        split = self._split_up(common.layout)
+        all_sources = [*begun.part.sources, *begun.common.sources]
+        all_targets = [*begun.part.targets, *begun.common.targets]
+        split = self._split_up(begun.part.layout, begun.common.layout)
         self._stepped.clear()
-        _copy([*part.sources, *split.now(common.sources)], [*part.targets, *split.now(common.targets)])
+        _copy(split.now(all_sources), split.now(all_targets))
         if not split.tensors:
             self._finish(begun)
             return
-        sources, targets = split.later(common.sources), split.later(common.targets)
+        sources, targets = split.later(all_sources), split.later(all_targets)
         self._tensors, self._versions = split.tensors, _versions(split.tensors)
         self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _record_events(split.gpus))
         self._finishing = self._pool.submit(self._finish_later, begun, self._copying)
@@ -146,19 +148,19 @@ class SnapshotCopier:
         self._may_defer = False
         self._splits.clear()
 
-    def _split_up(self, layout: Layout | None) -> _Split:
-        if self._layout is not layout or len(self._splits) == _MOST_SPLITS:
-            self._layout = layout
+    def _split_up(self, *layouts: Layout | None) -> _Split:
+        if [*map(id, layouts)] != [*map(id, self._layouts)] or len(self._splits) == _MOST_SPLITS:
+            self._layouts = layouts
             self._splits.clear()
         stepped = frozenset(self._stepped)
         split = self._splits.get(stepped)
         if split is None:
-            split = self._splits[stepped] = self._choose(layout, stepped)
+            sources = [source for layout in layouts if layout is not None for source in layout.sources]
+            split = self._splits[stepped] = self._choose(sources, stepped)
         return split
 
-    def _choose(self, layout: Layout | None, stepped: frozenset[Optimizer]) -> _Split:
-        optimizers = self._optimizers if layout is not None and self._may_defer else []
-        sources = layout.sources if layout is not None else []
+    def _choose(self, sources: list[torch.Tensor], stepped: frozenset[Optimizer]) -> _Split:
+        optimizers = self._optimizers if self._may_defer else []
         tensors = [tensor for optimizer in optimizers if optimizer in stepped for tensor in _changed_by(optimizer)]
         changed = _storages(tensors)
         kept = _storages(buffer for module in self._modules for buffer in module.buffers())
@@ -197,7 +199,7 @@ class SnapshotCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Which sources of the common part are copied at once, and which later."""
+    """Which sources are copied at once, and which later."""
 
     now: _Picker
     later: _Picker
@@ -257,9 +259,14 @@ def _hooked_optimizer(optimizer: Optimizer) -> Optimizer | None:
 
 
 def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that the optimizer's step changes, sharded ones with the local tensors in them.
+
+    A change may count up the version of either of the two.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = (value for parameter in parameters for value in optimizer.state.get(parameter, {}).values())
-    return [*parameters, *(value for value in states if isinstance(value, torch.Tensor))]
+    tensors = [*parameters, *(value for value in states if isinstance(value, torch.Tensor))]
+    return [*tensors, *(local_of(tensor) for tensor in tensors if is_sharded(tensor))]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -2,7 +2,8 @@
 
 Each rank asks its own agent which pieces its node holds. The common part is taken from there; if a node lacks it, the
 lowest rank that has it broadcasts it. A rank's own part is usually there too; otherwise a node that holds it posts it
-to the rank store. A piece with a wrong checksum is treated as missing.
+to the rank store. What a rank holds of sharded objects is in its part; where a node lacks what its ranks need of it,
+the lowest rank that has it broadcasts it. A piece with a wrong checksum is treated as missing.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from __future__ import annotations
 import mmap
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.contents import SHARDED
 from trainer_runtime.dist import broadcast_in_place, do_on_all, is_main, local_rank, rank, sum_over_ranks
 from trainer_runtime.dist import world_size as present_size
-from trainer_runtime.flat import unflatten
+from trainer_runtime.flat import Flattener, unflatten
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.snapshot_memory import checksum
 
 if TYPE_CHECKING:
     from trainer_runtime.agent_channel import AgentChannel
+    from trainer_runtime.capture.sharded_objects import Gathering
     from trainer_runtime.contents import Contents
     from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.record import ReplicaPiece
@@ -45,6 +49,7 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
     parts are empty. The states of modules are views of the agents' memory, which is freed when they are gone.
 
     Raises:
+        ValueError: what was captured of sharded objects does not fit those of this State.
         PeerError: rank 0 exits, as in the next case.
         SystemExit: on rank 0: no node has a piece that is needed; this was reported to the agent.
     """
@@ -56,12 +61,13 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
     source = next((each for each, size in enumerate(sizes) if size), None)
     if source is None:
         _exit_unreadable(channel, "the common part")
-    content = unflatten(
-        local.common if local.common is not None and all(sizes) else _broadcast_common(local.common, source)
-    )
+    content = unflatten(local.common if local.common is not None and all(sizes) else _broadcast(local.common, source))
     content["objects"] = contents.copy_kept(content["objects"])
     parts = _find_parts(channel, messages, local.parts, sizes[source])
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
+    if contents.shards is not None:
+        gathering = contents.shards.objects.gather()
+        content[SHARDED] = _gather(channel, gathering, local.parts, sizes[source])
     return content  # type: ignore[no-any-return] # a dictionary that Saver made
 
 
@@ -92,9 +98,9 @@ def _map(piece: ReplicaPiece) -> memoryview | None:
     return None
 
 
-def _broadcast_common(common: memoryview | None, source: int) -> mmap.mmap:
-    """Broadcast the common part from rank `source`."""
-    own = common if common is not None and rank() == source else None
+def _broadcast(piece: memoryview | None, source: int) -> mmap.mmap:
+    """Broadcast a piece from rank `source`."""
+    own = piece if piece is not None and rank() == source else None
     (size,) = sum_over_ranks(0 if own is None else len(own))
     payload = mmap.mmap(-1, size)
     if own is not None:
@@ -119,15 +125,60 @@ def _find_parts(
         _exit_unreadable(channel, f"the part of rank {lost[0]}")
     for each in missing if is_node_sender else ():
         if each in local:
-            messages.post(_name(each), bytes(local[each]))
+            messages.post(_name(each), bytes(Flattener().flatten(_part(local[each])).to_bytes()))
     return {
         each: local[each] if each in local else memoryview(bytearray(messages.read(_name(each)))) for each in needed
     }
 
 
 def _part(data: memoryview | None) -> dict[str, Any]:
-    part: dict[str, Any] = {} if data is None else HostCopier().copy(unflatten(data))
-    return part
+    """Return a copy of a rank's part, without what it holds of sharded objects."""
+    part: dict[str, Any] = {} if data is None else unflatten(data)
+    part.pop(SHARDED, None)
+    copied: dict[str, Any] = HostCopier().copy(part)
+    return copied
+
+
+def _gather(
+    channel: AgentChannel, gathering: Gathering, local: dict[int, memoryview], old_world_size: int
+) -> dict[str, Any]:
+    """Return what this rank holds of sharded objects from now on; a collective.
+
+    If the world size is unchanged, this is usually what the rank of this number held. Otherwise the parts of all ranks
+    are gone through.
+
+    Raises:
+        ValueError, PeerError: they do not fit the objects.
+        SystemExit: as `read_from_memory`.
+    """
+    if old_world_size == present_size():
+        _gather_from(channel, gathering, local, [each == rank() for each in range(old_world_size)])
+    (incomplete,) = sum_over_ranks(not gathering.is_complete)
+    if incomplete:
+        _gather_from(channel, gathering, local, [not gathering.is_complete] * old_world_size)
+    result: dict[str, Any] = {}
+    do_on_all(lambda: result.update(gathering.result()))
+    return result
+
+
+def _gather_from(channel: AgentChannel, gathering: Gathering, local: dict[int, memoryview], needed: list[bool]) -> None:
+    """Add the parts of the ranks for which `needed` is true; a collective in which each rank may need others."""
+    size, world = len(needed), present_size()
+    wanting = sum_over_ranks(*(needed[each] and each not in local for each in range(size)))
+    for each in range(size):
+        data = local.get(each)
+        if wanting[each]:
+            holders = sum_over_ranks(*(has == rank() and each in local for has in range(world)))
+            if not any(holders):
+                _exit_unreadable(channel, f"the part of rank {each}")
+            sent = _broadcast(data, holders.index(1))
+            data = data if data is not None else memoryview(sent)
+        do_on_all(partial(_add, gathering, data if needed[each] else None))
+
+
+def _add(gathering: Gathering, data: memoryview | None) -> None:
+    if data is not None:
+        gathering.add(unflatten(data)[SHARDED])
 
 
 def _exit_unreadable(channel: AgentChannel, what: str) -> NoReturn:

@@ -108,12 +108,13 @@ class SnapshotMemory:
         )
 
     def pin(self, begun: Unfinished, device: torch.device) -> None:
-        """Pin the memory of what is common, so that this GPU can copy into it by itself. May be called on any thread.
+        """Pin the memory of a snapshot, so that this GPU can copy into it by itself. May be called on any thread.
 
         A slot's next snapshot has the same place and about the same size, so this takes time for the first ones only.
         """
-        where, capacity = begun.common.where, self._areas[begun.index][1]
-        self._pinned.pin(begun.index, where.data_ptr(), where.nbytes, capacity, device)
+        common, part = begun.common.where, begun.part.where  # side by side
+        capacity = self._areas[begun.index][1]
+        self._pinned.pin(begun.index, common.data_ptr(), common.nbytes + part.nbytes, capacity, device)
 
     def finish(self, begun: Unfinished) -> None:
         """Mark a snapshot as complete, once its sources have been copied. May be called on another thread."""

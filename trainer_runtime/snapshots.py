@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from trainer_runtime import contract
+from trainer_runtime.capture.local import LayoutError
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main, local_rank, world_size
 from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
@@ -140,13 +141,16 @@ class SnapshotTaker:
         return self._memory.newest == step
 
     def _copy_state(self, step: int) -> bool:
-        """Copy the state and report it to the agent; False if there is no room for it."""
+        """Copy the state and report it to the agent; False if there is no room for it, or no form."""
         try:
             common = self._common.flatten(self._saver.common()) if self._has_common else None
-            part = self._part.flatten(self._saver.contents.parts.read())
+            part = self._part.flatten(self._saver.contents.read_part())
         except UnknownKindError:
             self._saver.check()  # raises an error with the name
             raise
+        except LayoutError as error:
+            _warn_of_none(str(error))
+            return False
         if not self._fits(common, part):
             return False
         self._copier.copy(self._memory.begin(step, world_size(), common, part))
@@ -222,7 +226,7 @@ def begin_snapshots(
     overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
     descriptor = snapshot_descriptor() if overhead > 0 else None
     are_taken = messages.broadcast(
-        "snapshots/are", lambda: str(descriptor is not None and _can_resume(saver, has_load_hooks=has_load_hooks))
+        "snapshots/are", lambda: str(descriptor is not None and _can_resume(has_load_hooks=has_load_hooks))
     )
     if are_taken != str(True):
         return None
@@ -233,16 +237,16 @@ def begin_snapshots(
     return SnapshotTaker(saver, SnapshotMemory(descriptor), channel, messages, overhead=overhead)
 
 
-def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
+def _can_resume(*, has_load_hooks: bool) -> bool:
     """Return whether a snapshot contains everything that a group needs to resume."""
-    if saver.contents.shards is not None:
-        why = "a part of the State is sharded"
-    elif has_load_hooks:
-        why = "the script resumes from files of its own, too (state.on_load)"
-    else:
-        return True
+    if has_load_hooks:
+        _warn_of_none("the script resumes from files of its own, too (state.on_load)")
+        return False
+    return True
+
+
+def _warn_of_none(why: str) -> None:
     warn(f"no snapshots in memory: {why}. A crash loses the steps since the last checkpoint")
-    return False
 
 
 def _end(messages: RankMessages, settled: int) -> None:

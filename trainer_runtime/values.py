@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import io
 import math
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+
+from trainer_runtime.capture.local import is_sharded
 
 _COMPILED = "_orig_mod"
 """The attribute, and part of a state's keys, under which torch.compile keeps the module that it wraps."""
@@ -294,12 +295,6 @@ def _describe(value: object) -> str:
 
 def _describe_tensor(shape: torch.Size | None, dtype: torch.dtype | None) -> str:
     return f"a tensor of shape {tuple(shape or ())} and {str(dtype).removeprefix('torch.')}"
-
-
-def is_sharded(value: object) -> bool:
-    """Return whether this is a tensor of which each rank has a part."""
-    tensor = sys.modules.get("torch.distributed.tensor")  # not imported: nothing can be sharded
-    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | None]:

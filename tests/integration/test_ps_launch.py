@@ -114,7 +114,8 @@ def test_a_new_run_starts_without_the_rows_of_a_finished_one(tmp_path: Path) -> 
     ]
     aside = tmp_path / "rows" / "servers" / "finished-shard-0-of-1"
     assert [f"the last run has finished; its rows are in {aside}" in text for text in printed] == [False, True]
-    assert [path.name for path in aside.iterdir()] == ["whole-000001.rows"]
+    # A run that takes longer has also written the rows that were changed since.
+    assert "whole-000001.rows" in [path.name for path in aside.iterdir()]
 
 
 A, B = "10.0.0.1", "10.0.0.2"

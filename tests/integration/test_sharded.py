@@ -13,12 +13,13 @@ import pytest
 import torch
 from cases import some
 from integration.conftest import Job
+from integration.test_snapshots_job import assert_identical, lost_steps, steps_of, with_each_step
 from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import trainer_runtime as tr
-from agent.rehearse.cluster import read_trace
+from agent.rehearse.cluster import read_trace, wait_for
 from trainer_runtime import contract, writer
 
 JOB = Path(__file__).with_name("sharded_job.py")
@@ -36,13 +37,15 @@ def run_alone(job: Job) -> dict[str, torch.Tensor]:
 
 
 def test_a_sharded_model_goes_on_in_two_then_three_ranks_then_one_and_through_a_crash(job: Make) -> None:
-    running = job("--max_restarts=2")
+    running = with_each_step(job, "--max_restarts=2")
     command = [str(JOB), str(running.directory), str(STEPS), "0.15"]
     for name in ("a", "b"):
         running.start(name, "2", command)
     group = running.wait_for_step(25, world=2)
     running.nodes["b"].kill_worker()
     group = running.wait_for_step(30, after_group=group)
+    assert lost_steps(running, group) <= 1, running.log_text()
+    assert "from memory" in running.log_text()
     running.scale("3")
     running.start("c", "3", command)
     group = running.wait_for_step(1, after_group=group, world=3)
@@ -56,6 +59,30 @@ def test_a_sharded_model_goes_on_in_two_then_three_ranks_then_one_and_through_a_
     assert expected.keys() == found.keys()
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long("integration/test_sharded_memory.py; test_snapshots_job.py, of models that are not sharded")
+def test_killed_workers_and_a_lost_node_lose_a_step_at_most_and_change_no_bit(job: Make) -> None:
+    """What the lost node's ranks held is small, so its neighbour has it, and the spare is given it."""
+    undisturbed = job("--nproc_per_node=2")
+    running = with_each_step(job, "--nproc_per_node=2", "--max_restarts=2")
+    for each, step_time_s in ((undisturbed, "0"), (running, "0.15")):
+        for name in ("a", "b"):
+            each.start(name, "2", [str(JOB), str(each.directory), str(STEPS), step_time_s])
+    group = running.wait_for_step(25, world=4)
+    for _ in range(2):
+        running.nodes["b"].kill_worker()
+        group = running.wait_for_step(1, after_group=group, world=4)
+        assert lost_steps(running, group) <= 1, running.log_text()
+        running.wait_for_step(max(steps_of(running, group)) + 5, world=4)
+    running.start("spare", "2", [str(JOB), str(running.directory), str(STEPS), "0.15"])
+    wait_for(lambda: len(running.status()["nodes"]) == 3, 60, "the spare")
+    running.nodes["a"].kill()  # rank 0
+    group = running.wait_for_step(1, after_group=group, world=4)
+    assert lost_steps(running, group) <= 1, running.log_text()
+    running.finish()
+    undisturbed.finish()
+    assert_identical(running.weights, undisturbed.weights)
 
 
 SHARDED = """
@@ -176,11 +203,31 @@ def test_where_a_node_no_longer_sees_the_shared_directory_no_step_counts_without
         mount.symlink_to(shared)
     own = {rank: {contract.CHECKPOINT_DIR: str(mount)} for rank, mount in enumerate(mounts)}
     results = run(UNSHARED, shared, world=2, group=1, own=own)
-    assert [(code, lines[-1]) for code, lines in results] == [(0, "saved 1")] * 2, results
+    assert [(code, lines[-1]) for code, lines in results] == [(0, "saved (1, 1)")] * 2, results
     told = [line for line in results[0][1] if "step 2 was NOT saved" in line]
     assert ["is the directory still shared" in line for line in told] == [True]
-    assert [path.name for path in shared.iterdir()] == ["r-g000001-s000000001"]
+    assert sorted(path.name for path in shared.iterdir()) == ["r-g000001-s000000001", "r-g000001-s000000001-1"]
     assert not list(mounts[1].iterdir())
+
+
+FIRST = f"""{SHARDED}
+state.restore()
+state.save()
+net(torch.ones(2, 8)).sum().backward()
+before = [each.to_local().clone() for each in net.parameters()]
+state.save()
+assert all(torch.equal(one, each.to_local()) for one, each in zip(before, net.parameters(), strict=True))
+for _ in range(3):
+    step()
+    state.commit()
+print([of["step"].item() for of in opt.state.values()])
+"""
+
+
+def test_a_save_before_the_first_step_takes_none(tmp_path: Path) -> None:
+    """Torch's `get_state_dict` does, to give an optimizer its state: its counter was 4 after 3 steps."""
+    results = run(FIRST, tmp_path, world=2, group=1)
+    assert [(code, lines[-1]) for code, lines in results] == [(0, f"{[3.0] * 4}")] * 2, results
 
 
 CHANGING = """

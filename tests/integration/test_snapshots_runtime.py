@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def run(
     cut_rank: int = 0,
     is_one_node: bool = False,
     limit: dict[int, int] | None = None,
+    job: Sequence[str] = (),
 ) -> Ranks:
     """Run a group with so many ranks to its end.
 
@@ -60,7 +62,9 @@ def run(
         cut_rank: that rank.
         is_one_node: they share a node; else each has one of its own.
         limit: what snapshots may take on the node of a rank, in bytes.
+        job: script and arguments that follow the last step, of another job.
     """
+    script, *arguments = job or (str(JOB), str(cut_after), str(cut_rank))
     port = free_port()
     memories = {rank: create_memory(str(rank)) for rank in range(len(agents))}
     processes = []
@@ -71,6 +75,7 @@ def run(
             "LOCAL_RANK": str(rank if is_one_node else 0),
             "LOCAL_WORLD_SIZE": str(len(agents) if is_one_node else 1),
             "WORLD_SIZE": str(len(agents)),
+            "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             contract.RUN_ID: "us",
@@ -83,7 +88,7 @@ def run(
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(JOB), str(killed_after), str(LAST), str(cut_after), str(cut_rank)],
+                [sys.executable, script, str(killed_after), str(LAST), *arguments],
                 env={**os.environ, **env},
                 pass_fds=(channel, memories[rank]),
                 stdout=subprocess.PIPE,

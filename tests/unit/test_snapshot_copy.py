@@ -14,6 +14,8 @@ import pytest
 import torch
 from cases import some
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from waiting import wait_for
 
 import trainer_runtime as tr
@@ -333,6 +335,43 @@ def test_a_parameter_changed_by_hand_drops_the_snapshot_and_is_copied_at_once_fr
     assert [slot.step for slot in read_slots(rank.descriptor)] == [5, 4]
 
 
+def test_what_a_rank_holds_of_a_sharded_model_is_copied_later_and_a_change_of_it_is_noticed(hold: Hold) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    opt = torch.optim.AdamW(model.parameters())
+    contents = Contents({"model": model, "opt": opt})
+    descriptor = create_memory("test")
+    memory, told = SnapshotMemory(descriptor), list[int]()
+    copier, flattener = SnapshotCopier(contents, memory, told.append), Flattener()
+
+    def take(step: int) -> None:
+        model(torch.randn(4, WIDTH)).square().sum().backward()
+        opt.step()
+        copier.copy(memory.begin(step, 1, None, flattener.flatten(contents.read_part())))
+
+    take(1)
+    weight = model[0].weight.to_local().clone()
+    assert hold.has_begun.wait(BOUND_S), "a thread copies it"
+    hold.may_copy.set()
+    copier.join()
+    assert told == [1]
+    slot = read_slots(descriptor)[0]
+    data = memoryview(bytearray(os.pread(descriptor, slot.part_bytes, slot.part_at)))
+    (found,) = unflatten(data)["sharded"]["model"]["0.weight"].values()
+    assert torch.equal(found, weight)
+    hold.may_copy.clear()
+    take(2)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    hold.may_copy.set()
+    copier.join()
+    assert told == [1], "neither the weights of before nor those of after"
+    take(3)
+    assert told == [1, 3], "at once, from now on"
+    os.close(descriptor)
+
+
 def test_what_no_optimizer_here_changes_is_copied_at_once(rank: Rank) -> None:
     """Somebody else may change it at any moment: a frozen layer, or the weights of another optimizer."""
     rank.train()
@@ -388,8 +427,9 @@ def test_a_sparse_buffer_is_in_the_snapshot_if_it_is_saved_at_all(
     rank.train()
     rank.snapshot()
     rank.train()
-    assert rank.told == [1]
     assert rank.copier._tensors
+    rank.copier.join()
+    assert rank.told == [1]
     found = rank.saved(1)["model"].get("adjacency")
     assert (found is not None) == persistent
     assert found is None or torch.equal(found.to_dense(), torch.eye(3))

@@ -29,6 +29,7 @@ def _begin() -> None:
         if is_standby:
             _load("waiting").stand_by(int(variables[_STANDBY_FD]), int(variables[_STANDBY_ORDER_FD]), recorder)
         _load("wait_for_master").install()
+        _load("import_hooks").pause_garbage_collection()
         recorder.start()
     except BaseException as error:  # noqa: BLE001 - includes what an imported module raises to exit
         what = "a warm worker ends" if is_standby else "what this worker imports is not recorded"

@@ -11,13 +11,13 @@ So any error is torch's own. Every error other than a refusal is left to torch a
 
 from __future__ import annotations
 
-import os
 import sys
+
+from .import_hooks import around_import
 
 TYPE_CHECKING = False  # every cold start pays for imports at the top; torch has loaded those in the functions
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
+    from collections.abc import Callable, Sequence
     from types import ModuleType
     from typing import Any
 
@@ -39,45 +39,12 @@ def install() -> None:
     if _MODULE in sys.modules:
         _wrap(sys.modules[_MODULE])
     else:
-        finder = _Finder()
-        os.register_at_fork(after_in_child=finder.leave)
-        sys.meta_path.insert(0, finder)
+        around_import(_MODULE, _load_and_wrap)
 
 
-class _Finder:
-    """A finder that waits for the import of torch's rendezvous module."""
-
-    def leave(self) -> None:
-        """Remove the finder."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return what the other finders find, and wrap the rendezvous module once it is loaded."""
-        if name != _MODULE:
-            return None
-        self.leave()
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
-        spec = next(filter(None, found), None)
-        if spec is not None:
-            _wrap_once_loaded(spec)
-        return spec
-
-
-def _wrap_once_loaded(spec: ModuleSpec) -> None:
-    loader: Any = spec.loader
-    own = getattr(loader, "exec_module", None)
-    if own is None or not hasattr(loader, "__dict__"):
-        return
-
-    def load(module: ModuleType) -> None:
-        del loader.exec_module  # removes this function from the instance, so that the class's method applies again
-        own(module)
-        _wrap(module)
-
-    loader.exec_module = load
+def _load_and_wrap(module: ModuleType, load: Callable[[ModuleType], None]) -> None:
+    load(module)
+    _wrap(module)
 
 
 def _wrap(module: ModuleType) -> None:
