@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class _HashingFile:
+class HashingFile:
     """A file for `torch.save` that hashes the data written and remembers why a write failed."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -31,6 +31,7 @@ class _HashingFile:
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
+        """Write and hash; called by `torch.save`."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -41,18 +42,23 @@ class _HashingFile:
         return len(data)
 
     def flush(self) -> None:
+        """Flush the file; called by `torch.save`."""
         self._file.flush()
+
+    def save(self, value: object) -> None:
+        """Append what `torch.save` makes of a value."""
+        try:
+            torch.save(value, cast("IO[bytes]", self))  # torch.save needs only write and flush
+        except RuntimeError as error:
+            # torch reports a full disk as a wrong position in the archive; raise the original error.
+            raise self.error or error from None
 
 
 def write_state(checkpoint_dir: Path, content: dict[str, Any]) -> StoredFile:
     """Save `content` durably as the state file in a checkpoint's directory."""
     with (checkpoint_dir / STATE).open("xb") as file:
-        hashing = _HashingFile(file)
-        try:
-            torch.save(content, cast("IO[bytes]", hashing))  # torch.save needs only write and flush
-        except RuntimeError as error:
-            # torch reports a full disk as a wrong position in the archive; raise the original error.
-            raise hashing.error or error from None
+        hashing = HashingFile(file)
+        hashing.save(content)
         file.flush()
         os.fsync(file.fileno())
     return StoredFile(STATE, hashing.bytes, hashing.sha256.hexdigest())

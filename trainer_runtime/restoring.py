@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer_runtime.agent_channel import AgentChannel
+    from trainer_runtime.capture.shard_writer import ShardWriter
     from trainer_runtime.contents import Contents
     from trainer_runtime.contract import ControlPage
     from trainer_runtime.position import Position
@@ -126,11 +127,16 @@ class Restorer:
             exchange=Exchange(open_rank_messages(group, turn) if is_main() else messages, rank(), world_size()),
             writer=self._opener.writer,
             hooks=self.save_hooks,
-            messages=messages if self.contents.shards is not None else None,
+            shards=self._open_shard_writer(messages, group, turn),
             seed=self._agree_on_seed(messages),
         )
         snapshots = begin_snapshots(saver, self.channel, messages, has_load_hooks=bool(self.load_hooks))
         return Restored(saver, snapshots, handoff)
+
+    def _open_shard_writer(self, messages: RankMessages, group: int, turn: int) -> ShardWriter | None:
+        if self.contents.shards is None:
+            return None
+        return self.contents.shards.writer(self.directory, messages, open_rank_messages(group, turn))
 
     def _load(self, content: dict[str, Any], *, is_in_memory: bool) -> None:
         self.seed = load_content(

@@ -1,8 +1,8 @@
 """This rank's part in every save: rank 0 writes the common state, the other ranks hand over their own parts.
 
-All ranks together write shards, so all must know the outcome of each attempt to save a step. They begin the same
-attempts, number them alike, and follow what rank 0 proposes for each: a directory, or none. An attempt that failed or
-was left out before the shards were written is saved on no rank, and all ranks may try it again.
+What the ranks hold of sharded objects is written by each of them, on a thread (`capture/shard_writer.py`). Only rank 0
+knows whether a save succeeded. If one with shards did not, a later save has another number, for which all ranks hand
+over their parts again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer_runtime.contents import SHARDED
 from trainer_runtime.dist import world_size
 from trainer_runtime.exchange import script_line
 from trainer_runtime.hostcopy import HostCopier, is_ordinary
-from trainer_runtime.manifest import SHARDS, require_private_name, stem_of
+from trainer_runtime.manifest import StoredFile, stem_of
 from trainer_runtime.phases import runtime_phase
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.structure import take_apart
@@ -33,16 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from trainer_runtime.capture.shard_writer import ShardWriter
     from trainer_runtime.contents import Contents
     from trainer_runtime.exchange import Exchange
     from trainer_runtime.position import Position
-    from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.writer import Writer
 
 CONTENT_VERSION = 3
-
-_NOWHERE = "-"
-"""No directory has this name. Not empty, because an empty value in the store counts as absent."""
 
 
 _LARGE_BYTES = 65_536
@@ -97,10 +94,8 @@ class Saver:
     """On rank 0; None on the other ranks."""
     hooks: Sequence[Callable[[Path], object]]
     seed: int
-    messages: RankMessages | None
-    """For the agreement on where shards are written; None: nothing is sharded."""
-    _attempt: tuple[tuple[int, int], int] = field(default=((0, 0), 0), init=False)
-    """The last attempt: its step and save, and the number of attempts at these."""
+    shards: ShardWriter | None
+    """None: nothing is sharded."""
     _written: _Mark | None = field(default=None, init=False)
     """Of the state that was handed to the writer last."""
 
@@ -141,12 +136,14 @@ class Saver:
         """
         if self.writer is None:
             self._begin(0)
+            if self.shards is not None:
+                self.shards.finish()
             return
         try:
             self.writer.finish()
             if (
                 only_if_changed
-                and self.messages is None
+                and self.shards is None
                 and self._written is not None
                 and self._written.is_of(self.contents)
             ):
@@ -154,8 +151,8 @@ class Saver:
                 self.pos.saved = self.pos.at
                 return
         except SAVE_ERRORS:
-            if self.messages is not None and self.pos.saved == self.pos.at:
-                raise  # the other ranks have written their shards of this step and regard it as saved
+            if self.shards is not None and self.pos.saved == self.pos.at:
+                raise  # the other ranks have no copy of their shards any more, and regard this save as done
             self._try_again()
         self._begin(0)
         self.writer.finish()
@@ -169,7 +166,7 @@ class Saver:
         if not self.save_if_free(number):
             return False
         if self.writer is None:
-            return True
+            return self.shards is None or self.shards.finish()
         self.writer.wait_for_disk()
         try:
             return self.writer.finish(float(os.environ.get(contract.HANDOFF_WAIT_S, "1")))
@@ -180,12 +177,12 @@ class Saver:
     def _leave_out(self) -> None:
         """On rank 0: do not save this step, although the other ranks hand over their parts."""
         self.exchange.skip(self.pos.at)
-        self._count_attempt()
-        self._propose_shard_dir(_NOWHERE)
+        if self.shards is not None:
+            self.shards.leave_out(self.pos.at)
 
     def _try_again(self) -> None:
         """Mark this step as not saved, so that it is saved again, if rank 0 can do so without the other ranks."""
-        if self.messages is None:
+        if self.shards is None:
             self.pos.saved = NOT_SAVED
 
     def _begin(self, handoff: int) -> None:
@@ -193,12 +190,11 @@ class Saver:
         pos = self.pos
         if pos.at == pos.saved:
             return
-        self._count_attempt()
         part = self.contents.parts.read_checked()
         if self.writer is None:
             self.exchange.post_part(pos.at, part)
-            if not self._write_shards_with_main():
-                return
+            if self.shards is not None:
+                self.shards.begin(pos.at, stem_of(self.run, self.group, *pos.at))
         else:
             self._write(self.writer, part, handoff)
         pos.saved = pos.at
@@ -207,9 +203,16 @@ class Saver:
         at = self.pos.at
         self.contents.read_checked()
         where = script_line()
-        copied = HostCopier().copy({**self.common(), "ranks": [part]})
+        plain = {} if self.contents.shards is None else {SHARDED: self.contents.shards.objects.plain()}
+        copied = HostCopier().copy({**self.common(), **plain, "ranks": [part]})
         self._written = _Mark(self.contents)
         own = copied["ranks"]
+        shards = self.shards
+
+        def complete(private: Path) -> tuple[dict[str, Any], tuple[StoredFile, ...]]:
+            parts = {"ranks": own + self.exchange.collect(at, where)}
+            return parts, () if shards is None else shards.complete(at, private)
+
         try:
             writer.write(
                 copied,
@@ -219,63 +222,12 @@ class Saver:
                 metrics=as_numbers(self.pos.metrics),
                 hooks=self.hooks,
                 handoff=handoff,
-                shard=self._shard,
-                complete=lambda: {"ranks": own + self.exchange.collect(at, where)},
+                prepare=lambda private: None if shards is None else shards.offer(at, private),
+                complete=complete,
             )
         except OSError:
-            self.exchange.skip(at)
-            self._propose_shard_dir(_NOWHERE)
+            self._leave_out()
             raise
-
-    def _shard(self, private: Path) -> dict[str, Any]:
-        """On rank 0: write the shards, together with the other ranks."""
-        if self.contents.shards is None:
-            return {}
-        self._check_shard_dir(self._propose_shard_dir(private.name))
-        return {SHARDED: HostCopier().copy(self.contents.shards.write(private / SHARDS))}
-
-    def _write_shards_with_main(self) -> bool:
-        """On ranks other than 0: write the shards where rank 0 proposes; False if rank 0 does not save this step."""
-        if self.messages is None or self.contents.shards is None:
-            return True
-        name = self.messages.wait_for_main(self._shard_dir_name())
-        if name == _NOWHERE:
-            return False
-        try:
-            self._check_shard_dir(name)
-        except OSError as error:
-            warn_not_saved(self.pos.step, self.directory, error)
-            return False
-        self.contents.shards.write(self.directory / name / SHARDS)
-        return True
-
-    def _propose_shard_dir(self, name: str) -> str:
-        """On rank 0: propose the directory for the shards of this attempt; return the one that holds for all ranks."""
-        return self.messages.propose(self._shard_dir_name(), name) if self.messages is not None else name
-
-    def _check_shard_dir(self, name: str) -> None:
-        """Check the agreed directory by the same rule on all ranks, so that all begin to write or none does.
-
-        Without a key, torch's store accepts values from anybody who reaches it, possibly before rank 0's. A private
-        name of this very checkpoint with another token is no existing directory, and writing there fails on all ranks.
-
-        Raises:
-            OSError: the name is not a private name of this checkpoint.
-        """
-        try:
-            require_private_name(name, stem_of(self.run, self.group, *self.pos.at))
-        except ValueError as error:
-            raise OSError(
-                f"{error} from the ranks' store; make MASTER_PORT reachable from the job's machines only"
-            ) from None
-
-    def _count_attempt(self) -> None:
-        at, number = self._attempt
-        self._attempt = self.pos.at, number + 1 if at == self.pos.at else 1
-
-    def _shard_dir_name(self) -> str:
-        (step, save), number = self._attempt
-        return f"shards/{step}/{save}/{number}"
 
     def common(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks, as it is now."""

@@ -1,8 +1,7 @@
-"""Sharded modules and their optimizers (FSDP2's `fully_shard`), through torch.distributed.checkpoint.
+"""Loading sharded modules and their optimizers from checkpoints, through torch.distributed.checkpoint.
 
-Each rank writes its shards into the checkpoint's directory, which all nodes must see. Each rank reads the shards that
-it needs, whatever the number of ranks was then and is now. Only tensors are written there. The rest of an optimizer
-(its param groups) is plain and small, and stays with the rest of the State.
+Each rank reads the shards that it needs, whatever the number of ranks was then and is now. Only tensors are there. The
+rest of an optimizer (its param groups) is plain and small, and stays with the rest of the State.
 
 torch stores the list of shards as a pickle, which could run any code when it is loaded. Here the pickle may refer only
 to the few classes that such a list consists of, it cannot modify them, and the files that it lists must be in its
@@ -20,10 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import get_rank, get_world_size
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
@@ -31,10 +30,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
+from trainer_runtime.capture.shard_files import METADATA
+from trainer_runtime.capture.shard_writer import ShardWriter
 from trainer_runtime.capture.sharded_objects import ShardedObjects
 from trainer_runtime.checkpoint import open_file, read_file
 
@@ -42,7 +41,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 
-METADATA = ".metadata"
+    from trainer_runtime.rank_messages import RankMessages
+
 _LIST_BYTES = 1 << 30
 """Largest list of shards that is read. The entry of one shard takes about 200 bytes."""
 
@@ -155,27 +155,8 @@ class _Reader(FileSystemReader):
         return found
 
 
-class _Writer(FileSystemWriter):
-    """Writes only where rank 0 has made the directory. An error that one rank raises here is raised on all ranks."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check the directory before writing: torch would create it, wherever the path leads on this node."""
-        made = Path(self.path).parent
-        if not made.is_dir():
-            raise FileNotFoundError(f"{made}, which rank 0 has made, is not there: is the directory still shared?")
-        return super().prepare_local_plan(plan)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written: check that it sees all files."""
-        files = {each.storage_data.relative_path for of_rank in results for each in of_rank}
-        missing = [name for name in sorted(files) if not (Path(self.path) / name).is_file()]
-        if missing:
-            raise FileNotFoundError(f"rank 0 does not see in {self.path} what others wrote: {', '.join(missing)}")
-        super().finish(metadata, results)
-
-
 class Shards:
-    """The sharded objects of a State, in files. All methods that write or read are collectives.
+    """The sharded objects of a State, in files.
 
     Args:
         objects: modules and optimizers of a State, by name.
@@ -187,25 +168,16 @@ class Shards:
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.objects = ShardedObjects(objects)
 
-    def write(self, shard_dir: Path) -> dict[str, Any]:
-        """Write all shards into a directory, flushed to disk; return the plain values, to be saved elsewhere.
-
-        Raises:
-            OSError: on all ranks, if one of them could not write.
-        """
-        tensors, plain = self.objects.read_whole()
-        try:
-            save(tensors, storage_writer=_Writer(shard_dir, sync_files=True))
-        except CheckpointException as error:
-            raise OSError(f"shards could not be written: {_reasons(error)}") from error
-        return plain
+    def writer(self, directory: Path, messages: RankMessages, of_thread: RankMessages) -> ShardWriter:
+        """Return the object that writes this rank's shards of each checkpoint; arguments as `ShardWriter`."""
+        return ShardWriter(self.objects, directory, messages, of_thread, rank=get_rank(), world_size=get_world_size())
 
     def load(self, shard_dir: Path, plain: dict[str, Any]) -> None:
-        """Load what `write` wrote.
+        """Load the shards of a checkpoint; a collective.
 
         Args:
             shard_dir: directory of the shards.
-            plain: the result of `write`.
+            plain: the result of `ShardedObjects.plain` when they were written.
 
         Raises:
             UnsafeListError: the list of shards is not one.

@@ -52,7 +52,7 @@ from trainer_runtime.checkpoint_files import (
     write_synced,
 )
 from trainer_runtime.contract import MAX_KEEP
-from trainer_runtime.manifest import EXTRA, MANIFEST, SHARDS, Manifest, encode, private_name, stem_of
+from trainer_runtime.manifest import EXTRA, MANIFEST, SHARDS, Manifest, StoredFile, encode, private_name, stem_of
 from trainer_runtime.rank_messages import NoMessageError
 from trainer_runtime.record import CommittedCheckpoint, StateId
 
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
     from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.resume import StartingPoint
+
+Completed = tuple[dict[str, Any], tuple[StoredFile, ...]]
 
 SAVE_ERRORS = (OSError, NoMessageError)
 """Errors that prevent one checkpoint from being written, but possibly not the next."""
@@ -79,7 +81,7 @@ class _Task:
 
     manifest: Manifest
     content: dict[str, Any]
-    complete: Callable[[], dict[str, Any]]
+    complete: Callable[[Path], Completed]
     kept: tuple[str, ...]
     superseded: tuple[str, ...]
     handoff: int
@@ -137,8 +139,8 @@ class Writer:
         metrics: dict[str, float | None],
         hooks: Sequence[Callable[[Path], object]] = (),
         handoff: int = 0,
-        shard: Callable[[Path], dict[str, Any]] = lambda _place: {},
-        complete: Callable[[], dict[str, Any]] = dict,
+        prepare: Callable[[Path], None] = lambda _private: None,
+        complete: Callable[[Path], Completed] = lambda _private: ({}, ()),
     ) -> None:
         """Begin to write a checkpoint; a thread does the rest. Waits first for the previous checkpoint.
 
@@ -150,8 +152,9 @@ class Writer:
             metrics: metrics for the manifest.
             hooks: called at once, with an empty directory into which they write further files.
             handoff: number of the handoff that the checkpoint is made for, or 0.
-            shard: called at once to write shards into the directory; returns entries to add to the content.
-            complete: called on the thread; returns entries to add to the content.
+            prepare: called at once with the private directory.
+            complete: called on the thread with the private directory; returns entries to add to the content, and the
+                files that were written there, with their checksums.
 
         Raises:
             CheckpointError: this run and group already have a checkpoint of this step and save.
@@ -182,8 +185,8 @@ class Writer:
         with removed_on_error(private):
             private.mkdir()
             call_hooks(private, hooks)
-            content = {**content, "name": stem, **shard(private)}
-        task = _Task(manifest, content, complete, kept, superseded, handoff, began_at)
+            prepare(private)
+        task = _Task(manifest, {**content, "name": stem}, complete, kept, superseded, handoff, began_at)
         self._is_on_disk.clear()
         self._thread = threading.Thread(target=self._run_task, args=(task,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -266,14 +269,15 @@ class Writer:
     def _write_files(self, private: Path, task: _Task) -> Manifest:
         """Write all files durably; return the manifest with the list of files."""
         try:
-            task.content.update(task.complete())
-            files = write_state(private, task.content), *seal(private, EXTRA), *seal(private, SHARDS)
+            rest, shards = task.complete(private)
+            task.content.update(rest)
+            files = write_state(private, task.content), *seal(private, EXTRA), *shards
         finally:
             task.content.clear()  # frees memory as large as the model, since the verdict may be an hour away
         manifest = replace(task.manifest, files=files)
         write_synced(private / MANIFEST, encode(manifest))
-        sync_directory(private)
-        sync_directory(self._directory)
+        for each in (*([private / SHARDS] if shards else []), private, self._directory):
+            sync_directory(each)
         return manifest
 
     def _is_committed(self, manifest: Manifest, task: _Task, channel: AgentChannel) -> bool:

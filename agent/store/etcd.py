@@ -32,7 +32,7 @@ from agent.store import etcd_errors, etcd_protocol
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, Store, TransactionResult, Watch
 from agent.store.connections import AuthToken, EtcdConnection, EtcdConnections, Metadata
-from agent.store.etcd_errors import EndpointFailed, NeverSent
+from agent.store.etcd_errors import EndpointFailed, NeverSent, OutOfTime
 from agent.store.etcd_watch import EtcdWatch
 from agent.store.keys import ROOT
 
@@ -169,6 +169,20 @@ class EtcdStore(Store):
     ) -> _T:
         """Attempt a call until it is answered, fails with another error than `retry_on`, or `for_s` has passed."""
         for_s = self._retry_for_s if for_s is None else for_s
+        last: list[EndpointFailed] = []
+        """The last attempt that had its time: its error has the cause, unlike that of one that is cut short."""
+
+        def attempt(give_up_at: float) -> _T:
+            try:
+                return self._attempt(invoke, give_up_at)
+            except OutOfTime:
+                if last and retry_on is EndpointFailed:  # otherwise it matters whether this attempt was sent
+                    raise last[0] from None
+                raise
+            except EndpointFailed as error:
+                last[:] = [error]
+                raise
+
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(retry_on),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.5),
@@ -176,7 +190,7 @@ class EtcdStore(Store):
             sleep=tenacity.sleep_using_event(self._closed),
             reraise=True,
         )
-        answer: _T = retrying(self._attempt, invoke, time.monotonic() + for_s)
+        answer: _T = retrying(attempt, time.monotonic() + for_s)
         return answer
 
     def _attempt(self, invoke: _Invoke[_T], give_up_at: float) -> _T:
@@ -184,7 +198,11 @@ class EtcdStore(Store):
         try:
             return self._invoke(invoke, connection, min(give_up_at, time.monotonic() + self._attempt_timeout_s))
         except grpc.RpcError as error:
-            raise self._failure(connection, error) from None
+            failure = self._failure(connection, error)
+            is_cut_short = etcd_errors.code_of(error) is grpc.StatusCode.DEADLINE_EXCEEDED
+            if is_cut_short and time.monotonic() >= give_up_at and type(failure) is EndpointFailed:
+                failure = OutOfTime(*failure.args)
+            raise failure from None
         except ValueError:
             # gRPC raises this if the channel was closed during the call.
             if self._closed.is_set():

@@ -48,6 +48,10 @@ class EndpointFailed(StoreUnavailable):
     """The endpoint did not answer: another endpoint, or another attempt, may succeed."""
 
 
+class OutOfTime(EndpointFailed):
+    """The time for the whole call was over before the endpoint had as long as an attempt may take."""
+
+
 class NeverSent(EndpointFailed):
     """No connection to the endpoint could be established: nothing of the call has left this process."""
 

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from agent.errors import StoreUnavailable
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.api import KeyRange, Lease, Put, Snapshot, Store
 from agent.store.etcd import EtcdStore
+from agent.store.etcd_errors import EndpointFailed, OutOfTime
 from agent.store.etcd_protocol import message
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
@@ -452,6 +454,18 @@ def _why_not(store: EtcdStore) -> str:
     with pytest.raises(StoreUnavailable) as raised:
         store.read([])
     return str(raised.value)
+
+
+def test_an_attempt_that_is_cut_short_does_not_hide_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = chain([EndpointFailed("refused")], repeat(OutOfTime("no time left")))
+
+    def attempt(*_: object) -> None:
+        raise next(errors)
+
+    with closing(EtcdStore(["127.0.0.1:9"], retry_for_s=RETRY_S)) as store:
+        monkeypatch.setattr(store, "_attempt", attempt)
+        with pytest.raises(StoreUnavailable, match=r"^refused$"):
+            store.read([])
 
 
 def test_an_unanswered_renewal_does_not_extend_the_lease(silent_endpoint: str) -> None:

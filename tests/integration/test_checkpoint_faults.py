@@ -105,6 +105,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_next_older_one(saving: Savi
     subprocess.run(look, check=True, timeout=PATIENCE_S)
 
 
+@pytest.mark.long("unit/test_runtime_fence.py, of one rank")
 def test_a_writer_killed_before_the_commit_or_before_the_rename(saving: Saving) -> None:
     """Before: nothing counts but what was committed, and what was written stays. After: the next group renames it."""
     for name in ("a", "b"):

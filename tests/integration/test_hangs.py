@@ -208,6 +208,7 @@ def test_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
     assert over.for_s < over.limit_s
 
 
+@pytest.mark.long("unit/test_hangs.py; test_a_rank_that_is_stopped")
 def test_a_rank_that_has_ended_while_the_other_continues(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("os._exit(0) if (rank, step) == (0, 30) else time.sleep(1000 if step == 30 else 0)")

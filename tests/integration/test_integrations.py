@@ -124,7 +124,7 @@ def test_a_node_is_killed_in_mid_epoch_and_replaced(
     assert_same_result(program, undisturbed(framework))
 
 
-@pytest.mark.parametrize("framework", some(["lightning"], of=FRAMEWORKS))
+@pytest.mark.parametrize("framework", some([], of=FRAMEWORKS))
 def test_both_nodes_are_asked_to_leave_and_the_job_is_started_again(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:

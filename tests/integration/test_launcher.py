@@ -237,6 +237,7 @@ def undisturbed(directory: Path, step: int) -> str:
     return dict(line.split() for line in (directory / "digests").read_text().splitlines())[str(step)]
 
 
+@pytest.mark.long("unit/test_messages.py; simulation/scenarios")
 def test_missing_nodes_are_named_while_the_job_waits(tmp_path: Path, network: Callable[..., Network]) -> None:
     """First who does not answer where etcd is to be, then who has not joined."""
     (tmp_path / "train.py").write_text(TRAIN)

@@ -228,6 +228,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.long("unit/test_rehearse_comparison.py; integration/test_rehearse.py")
 def test_unseeded_random_states_get_other_seeds_after_a_restart(tmp_path: Path) -> None:
     """Files that the script reads at its start and overwrites in place are recorded."""
     (tmp_path / "read.bin").write_bytes(b"data")

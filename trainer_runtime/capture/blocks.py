@@ -47,6 +47,21 @@ def place_of(tensor: torch.Tensor) -> Place:
     return shape, offsets
 
 
+def replica_of(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[int, int]:
+    """Return which of the equal copies of its block this rank holds, and how many there are.
+
+    Of a sharded tensor these are the copies in its mesh, of any other one those of all ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return rank, world_size
+    index, replicas = 0, 1
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Replicate):
+            index, replicas = index * size + place, replicas * size
+    return index, replicas
+
+
 def block(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,13 +16,14 @@ where an optimizer has no state yet.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer_runtime.capture.blocks import Place, are_disjoint, copy_overlap, place_of
+from trainer_runtime.capture.blocks import Place, are_disjoint, copy_overlap, place_of, replica_of
 from trainer_runtime.capture.local import LayoutError, is_sharded, local_of
 from trainer_runtime.values import RestoredMemory, require_loadable, restore_value, unwrap
 
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that torch.compile and activation checkpointing add."""
+
+TensorPath = tuple[str, ...]
+"""Names of an object and of a tensor in it; for an optimizer also the kind of its state, as `exp_avg`."""
+
+PlacedTensor = tuple[Place, torch.Tensor]
 
 Captured = dict[str, Any]
 """What one rank holds, by the names of the objects; see above."""
@@ -104,26 +110,56 @@ class ShardedObjects:
         """
         captured: Captured = {}
         for name, group in self._groups.items():
-            tensors = dict(_tensors(group))
-            captured[name] = {key: _placed(tensor, name, key) for key, tensor in _once(tensors).items()}
-            names = {id(tensor): key for key, tensor in reversed(tensors.items())}
+            tensors = _once(dict(_tensors(group)))
+            captured[name] = {key: _placed(tensor, name, key) for key, tensor in tensors.items()}
             for each, optimizer in group.optimizers.items():
-                captured[each] = _capture_optimizer(each, optimizer, names)
+                captured[each] = _capture_optimizer(each, optimizer, _names(group))
         return captured
 
-    def read_whole(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the tensors under the names of torch.distributed.checkpoint, and the plain values, as `read`.
+    def blocks_to_write(self, rank: int, world_size: int) -> dict[TensorPath, PlacedTensor]:
+        """Return the blocks of which this rank writes the one copy that a checkpoint has; those without elements none.
 
-        These are the names of `get_state_dict`; tied parameters are there under each of their names.
+        The names are those of `get_state_dict`. What several ranks hold is divided among them by its name.
+
+        Raises:
+            LayoutError: as `read`.
         """
-        tensors: dict[str, Any] = {}
-        plain: dict[str, Any] = {}
+        blocks: dict[TensorPath, PlacedTensor] = {}
+        for path, tensor in self._whole():
+            local = local_of(tensor).detach()
+            index, replicas = replica_of(tensor, rank, world_size)
+            if crc32("/".join(path).encode()) % replicas == index and (local.numel() or not tensor.numel()):
+                blocks[path] = _named_place(tensor, path[0], ".".join(path[1:])), local
+        return blocks
+
+    def aliases(self) -> dict[TensorPath, TensorPath]:
+        """Return the further paths of tied tensors, and the path under which each is captured and written."""
+        aliases: dict[TensorPath, TensorPath] = {}
         for name, group in self._groups.items():
-            tensors[name] = dict(_tensors(group))
-            names = {id(tensor): key for key, tensor in reversed(tensors[name].items())}
+            tensors = dict(_tensors(group))
+            first = {id(tensor): key for key, tensor in reversed([*tensors.items()])}
+            aliases |= {
+                (name, key): (name, first[id(tensor)]) for key, tensor in tensors.items() if first[id(tensor)] != key
+            }
+        return aliases
+
+    def plain(self) -> dict[str, Any]:
+        """Return what the optimizers have besides tensors: the rest of their states, and the groups of parameters."""
+        return {
+            each: _split_optimizer(optimizer, _names(group))[1]
+            for group in self._groups.values()
+            for each, optimizer in group.optimizers.items()
+        }
+
+    def _whole(self) -> Iterator[tuple[TensorPath, torch.Tensor]]:
+        """Yield the path of each tensor, and the tensor, which may be sharded."""
+        for name, group in self._groups.items():
+            for key, tensor in _once(dict(_tensors(group))).items():
+                yield (name, key), tensor
             for each, optimizer in group.optimizers.items():
-                tensors[each], plain[each] = _split_optimizer(optimizer, names)
-        return tensors, plain
+                for key, state in _split_optimizer(optimizer, _names(group))[0].items():
+                    for kind, tensor in state.items():
+                        yield (each, key, kind), tensor
 
     def gather(self) -> Gathering:
         """Return an object that collects what this rank needs from what ranks have captured."""
@@ -205,7 +241,7 @@ class Gathering:
     def __init__(self, places: dict[tuple[str, str], _Wanted], of_optimizers: dict[str, str]) -> None:
         self._places = places
         self._of_optimizers = of_optimizers
-        self._fillings: dict[tuple[str, ...], _Filling] = {}
+        self._fillings: dict[TensorPath, _Filling] = {}
         self._plain: dict[str, dict[str, Any]] = {}
 
     def add(self, captured: Captured) -> None:
@@ -247,7 +283,7 @@ class Gathering:
             target[path[-1]] = self._fillings[path].result(".".join(path))
         return captured
 
-    def _wanted(self, path: tuple[str, ...], shape: tuple[int, ...]) -> _Wanted:
+    def _wanted(self, path: TensorPath, shape: tuple[int, ...]) -> _Wanted:
         """Return this rank's block of a tensor; a tensor of an optimizer is as its parameter, or whole."""
         name, key = path[:2]
         own = self._places.get((self._of_optimizers.get(name, name), key))
@@ -266,9 +302,7 @@ class Gathering:
             raise ValueError(f"the snapshot holds {sorted(captured)} sharded, this State {sorted(own)}")
 
 
-def _blocks(
-    captured: Captured, of_optimizers: Mapping[str, str]
-) -> Iterator[tuple[tuple[str, ...], Place, torch.Tensor]]:
+def _blocks(captured: Captured, of_optimizers: Mapping[str, str]) -> Iterator[tuple[TensorPath, Place, torch.Tensor]]:
     """Yield path, place and block of each tensor."""
     for name, state in captured.items():
         if name not in of_optimizers:
@@ -299,14 +333,19 @@ def _tensors(group: _Group) -> Iterator[tuple[str, torch.Tensor]]:
                 yield _plain_name(f"{path}.{key}" if path else key), buffer
 
 
+def _names(group: _Group) -> dict[int, str]:
+    """Return the first name of each tensor, by identity."""
+    return {id(tensor): key for key, tensor in _once(dict(_tensors(group))).items()}
+
+
 def _plain_name(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
 def _once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return each tensor under the first of its names."""
-    first = {id(tensor): key for key, tensor in reversed(tensors.items())}
-    return {key: tensor for key, tensor in tensors.items() if first[id(tensor)] == key}
+    first: dict[int, str] = {}
+    return {key: tensor for key, tensor in tensors.items() if first.setdefault(id(tensor), key) == key}
 
 
 def _named_place(tensor: torch.Tensor, name: str, key: str) -> Place:

@@ -1,0 +1,101 @@
+"""Files of shards: plain torch reads what the ranks have written, and what torch has written is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import some
+from ranks import run
+from torch import nn
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import trainer_runtime as tr
+from trainer_runtime.capture.shard_files import METADATA, write_blocks, write_list
+from trainer_runtime.sharded import Shards, _Reader
+
+JOB = Path(__file__).with_name("sharded_snapshot_job.py")
+
+
+def read_plainly(shard_dir: Path, into: Path) -> dict[str, Any]:
+    """The whole tensors, as torch alone reads them."""
+    dcp_to_torch_save(shard_dir, into)
+    found: dict[str, Any] = torch.load(into, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize(("how", "world"), some([("2d", 4)], of=[("fsdp", 2), ("hsdp", 4), ("tensor", 2), ("2d", 4)]))
+def test_each_block_is_there_once_and_torch_reads_them(how: str, world: int, tmp_path: Path) -> None:
+    results = run(JOB.read_text(), tmp_path / "checkpoints", "0", "3", how, world=world, group=1)
+    assert [code for code, _ in results] == [0] * world, results
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    expected = json.loads(results[0][1][-1].removeprefix("became "))
+    found = read_plainly(checkpoint / "shards", tmp_path / "whole.pt")
+    assert found["model"].keys() == {key for key in expected if " " not in key}
+    for key, tensor in found["model"].items():
+        assert tensor.tolist() == expected[key], key
+    for key, state in found["opt"].items():
+        assert {kind: value.tolist() for kind, value in state.items()} == {
+            kind: expected[f"{key} {kind}"] for kind in ("step", "exp_avg", "exp_avg_sq")
+        }
+    listed = _Reader(checkpoint / "shards").read_metadata()
+    for tensor in listed.state_dict_metadata.values():
+        assert isinstance(tensor, TensorStorageMetadata)
+        assert sum(chunk.sizes.numel() for chunk in tensor.chunks) == tensor.size.numel()
+    assert {each.relative_path for each in listed.storage_data.values()} == {
+        f"__{rank}_0.distcp" for rank in range(world)
+    }
+
+
+def model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded one of one rank, which has taken a step."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    opt = torch.optim.AdamW(net.parameters())
+    net(torch.randn(3, 4)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    return net, opt
+
+
+def test_a_checkpoint_whose_shards_torch_has_written_is_read(tmp_path: Path) -> None:
+    """All were, before."""
+    tr.init()
+    (net, opt), (other, its_opt) = model(), model()
+    state, its = get_state_dict(net, opt)
+    save({"model": state, "opt": its["state"]}, checkpoint_id=tmp_path)
+    plain = {"opt": {"state": {key: {} for key in its["state"]}, "param_groups": its["param_groups"]}}
+    Shards({"model": other, "opt": its_opt}).load(tmp_path, plain)
+    for key, tensor in net.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[key], tensor, rtol=0, atol=0)
+
+
+def test_blocks_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) -> None:
+    first = write_blocks(tmp_path, 0, {("m", "w"): (((4, 2), (0, 0)), torch.ones(2, 2))})
+    second = write_blocks(tmp_path, 1, {("m", "w"): (((4, 2), (1, 0)), torch.ones(2, 2))})
+    third = write_blocks(tmp_path, 2, {("m", "w"): (((4, 2), (2, 0)), torch.ones(2, 2))})
+    for files in ([first], [first, second], [first, second, third]):
+        with pytest.raises(OSError, match=r"do not make up m\.w: wanted disjoint blocks of one tensor with 8"):
+            write_list(tmp_path, files, {})
+    assert not (tmp_path / METADATA).exists()
+    stored = write_list(tmp_path, [first, third], {("m", "tied"): ("m", "w")})
+    assert [each.file for each in stored] == [f"shards/{name}" for name in (METADATA, "__0_0.distcp", "__2_0.distcp")]
+    found = read_plainly(tmp_path, tmp_path / "whole.pt")
+    assert torch.equal(found["m"]["w"], torch.ones(4, 2))
+    assert torch.equal(found["m"]["tied"], torch.ones(4, 2))
+
+
+def test_a_file_that_rank_0_does_not_see_whole_is_no_checkpoint(tmp_path: Path) -> None:
+    file = write_blocks(tmp_path, 0, {("m", "w"): (((2,), (0,)), torch.ones(2))})
+    with (tmp_path / file.name).open("ab") as more:
+        more.write(b"1")
+    with pytest.raises(FileNotFoundError, match="rank 0 does not see"):
+        write_list(tmp_path, [file], {})

@@ -1,0 +1,150 @@
+"""Files of shards in the format of torch.distributed.checkpoint, without its collectives.
+
+Each rank writes one file with the blocks that it holds. Rank 0 writes the list of all blocks, once it knows that they
+make up every tensor. torch can read the result with any number of ranks, and convert it (`dcp_to_torch_save`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from trainer_runtime.capture.blocks import are_disjoint
+from trainer_runtime.checkpoint_files import HashingFile, write_synced
+from trainer_runtime.manifest import SHARDS, StoredFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from trainer_runtime.capture.sharded_objects import PlacedTensor, TensorPath
+
+METADATA = ".metadata"
+_VERSION = "1.0.0"
+"""The version of the format, as torch 2.13 names it."""
+
+
+class Entry(NamedTuple):
+    """One block in a file."""
+
+    path: TensorPath
+    """Names of the object, the tensor, and for an optimizer the kind of its state."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: int
+    """Offset in the file, in bytes."""
+    length: int
+    """Size in the file, in bytes."""
+
+
+class ShardFile(NamedTuple):
+    """A file that one rank has written."""
+
+    name: str
+    bytes: int
+    sha256: str
+    entries: list[Entry]
+
+
+def write_blocks(shard_dir: Path, rank: int, blocks: Mapping[TensorPath, PlacedTensor]) -> ShardFile:
+    """Write this rank's blocks durably into a new file.
+
+    Args:
+        shard_dir: directory that rank 0 has made.
+        rank: this rank.
+        blocks: tensors on the CPU.
+
+    Raises:
+        OSError: they could not be written, or the directory is not there.
+    """
+    if not shard_dir.is_dir():
+        raise FileNotFoundError(f"{shard_dir}, which rank 0 has made, is not there: is the directory still shared?")
+    name = f"__{rank}_0.distcp"
+    entries = []
+    with (shard_dir / name).open("xb") as file:
+        hashing = HashingFile(file)
+        for path, ((shape, offsets), tensor) in blocks.items():
+            begin = hashing.bytes
+            whole = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+            hashing.save(whole)
+            entries.append(Entry(path, tensor.dtype, shape, offsets, tuple(tensor.shape), begin, hashing.bytes - begin))
+        file.flush()
+        os.fsync(file.fileno())
+    return ShardFile(name, hashing.bytes, hashing.sha256.hexdigest(), entries)
+
+
+def write_list(
+    shard_dir: Path, files: Iterable[ShardFile], aliases: Mapping[TensorPath, TensorPath]
+) -> tuple[StoredFile, ...]:
+    """Write the list of all blocks durably; return all files with their checksums.
+
+    Args:
+        shard_dir: directory of the files.
+        files: what all ranks have written.
+        aliases: further paths of tied tensors, and the path under which each is in a file.
+
+    Raises:
+        OSError: this rank does not see a file, or the blocks do not make up a tensor.
+    """
+    files = [*files]
+    for file in files:
+        seen = shard_dir / file.name
+        if not seen.is_file() or seen.stat().st_size != file.bytes:
+            raise FileNotFoundError(f"rank 0 does not see in {shard_dir} what others wrote: {file.name}")
+    blocks: dict[TensorPath, dict[tuple[int, ...], tuple[ShardFile, Entry]]] = {}
+    for file in files:
+        for entry in file.entries:
+            blocks.setdefault(entry.path, {}).setdefault(entry.offsets, (file, entry))
+    for path, found in blocks.items():
+        _require_whole(path, [entry for _, entry in found.values()])
+    blocks |= {alias: blocks[path] for alias, path in aliases.items()}
+    data = pickle.dumps(_list(blocks))
+    write_synced(shard_dir / METADATA, data)
+    stored = [StoredFile(f"{SHARDS}/{file.name}", file.bytes, file.sha256) for file in files]
+    return StoredFile(f"{SHARDS}/{METADATA}", len(data), hashlib.sha256(data).hexdigest()), *stored
+
+
+def _require_whole(path: TensorPath, entries: list[Entry]) -> None:
+    shapes = {(entry.shape, entry.dtype) for entry in entries}
+    covered = sum(prod(entry.sizes) for entry in entries)
+    is_disjoint = are_disjoint((entry.offsets, entry.sizes) for entry in entries)
+    if len(shapes) != 1 or covered != prod(entries[0].shape) or not is_disjoint:
+        raise OSError(
+            f"the ranks' blocks do not make up {'.'.join(path)}: wanted disjoint blocks of one tensor with "
+            f"{prod(entries[0].shape)} elements, got {[(entry.offsets, entry.sizes) for entry in entries]}"
+        )
+
+
+def _list(blocks: Mapping[TensorPath, Mapping[tuple[int, ...], tuple[ShardFile, Entry]]]) -> Metadata:
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for path, found in blocks.items():
+        name = ".".join(path)
+        first = next(iter(found.values()))[1]
+        tensors[name] = TensorStorageMetadata(
+            TensorProperties(dtype=first.dtype),
+            torch.Size(first.shape),
+            [ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)) for _, entry in found.values()],
+        )
+        for number, (offsets, (file, entry)) in enumerate(found.items()):
+            stored[MetadataIndex(name, offsets, number)] = _StorageInfo(file.name, entry.at, entry.length)
+    listed = Metadata(tensors, {".".join(path): path for path in blocks}, stored, StorageMeta())
+    listed.version = _VERSION  # not by the constructor, which has no such argument in older versions of torch
+    return listed

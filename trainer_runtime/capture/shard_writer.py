@@ -1,0 +1,196 @@
+"""A rank's part in writing the shards of a checkpoint, while training continues.
+
+At a save each rank copies the blocks that it writes to host memory. Rank 0 proposes the directory, or that this save is
+left out; the other ranks write on a thread once they know it, and post what they have written. Rank 0's writing thread
+writes its own blocks, waits for the others, and writes the list.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer_runtime.capture.shard_files import Entry, ShardFile, write_blocks, write_list
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.hostcopy import HostCopier
+from trainer_runtime.manifest import SHARDS, StoredFile, require_private_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainer_runtime.capture.sharded_objects import PlacedTensor, ShardedObjects, TensorPath
+    from trainer_runtime.rank_messages import RankMessages
+
+_NOWHERE = "-"
+"""No directory has this name. Not empty, because an empty value in the store counts as absent."""
+
+_WITHIN_S = 3600.0
+"""Seconds that rank 0 waits for what another rank writes, and another rank for rank 0's proposal."""
+
+_EXIT_WITHIN_S = 10.0
+"""Seconds that the end of the script waits for shards that are being written."""
+
+At = tuple[int, int]
+"""Step and save."""
+
+
+class ShardWriter:
+    """Writes this rank's blocks of each checkpoint.
+
+    Args:
+        objects: the sharded objects.
+        directory: directory of the checkpoints.
+        messages: connection to the rank store for the training thread.
+        of_thread: another one, for the thread that writes.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        objects: ShardedObjects,
+        directory: Path,
+        messages: RankMessages,
+        of_thread: RankMessages,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._objects = objects
+        self._directory = directory
+        self._messages = messages
+        self._of_thread = of_thread
+        self._rank = rank
+        self._world_size = world_size
+        self._blocks: dict[TensorPath, PlacedTensor] = {}
+        self._thread: threading.Thread | None = None
+        self._is_written = True
+        atexit.register(_finish_at_exit, weakref.ref(self))
+
+    def begin(self, at: At, stem: str) -> None:
+        """On ranks other than 0: copy the blocks, and write them on a thread where rank 0 proposes.
+
+        Waits for the blocks of the last save, so that there is at most one copy.
+
+        Args:
+            at: step and save.
+            stem: final name of the checkpoint.
+        """
+        self.finish()
+        self._copy()
+        self._thread = threading.Thread(target=self._write_for_main, args=(at, stem), name="shards", daemon=True)
+        self._thread.start()
+
+    def finish(self, within_s: float | None = None) -> bool:
+        """Wait until the thread has written; return whether it has."""
+        if self._thread is not None:
+            self._thread.join(within_s)
+        return self._is_written
+
+    def offer(self, at: At, private: Path) -> None:
+        """On rank 0: copy the blocks, and propose a checkpoint's directory to the others.
+
+        Raises:
+            OSError: the directory cannot be made; or another one holds, which a stranger has proposed.
+        """
+        self._copy()
+        (private / SHARDS).mkdir()
+        held = self._messages.propose(_name(at), private.name)
+        if held != private.name:
+            raise OSError(
+                f"the ranks' store has {held!r} in place of {private.name!r} as the directory of the shards; make "
+                "MASTER_PORT reachable from the job's machines only"
+            )
+
+    def leave_out(self, at: At) -> None:
+        """On rank 0: let the others write nothing for this save."""
+        self._messages.propose(_name(at), _NOWHERE)
+
+    def complete(self, at: At, private: Path) -> tuple[StoredFile, ...]:
+        """On rank 0's writing thread: write this rank's blocks and the list; return the files of all ranks.
+
+        Raises:
+            NoMessageError: a rank did not post what it has written.
+            OSError: a rank could not write, or the blocks do not make up all tensors.
+        """
+        blocks, self._blocks = self._blocks, {}
+        outcomes = [_outcome_of(private / SHARDS, self._rank, blocks)]
+        outcomes += [self._take(at, rank) for rank in range(self._world_size) if rank != self._rank]
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, str):
+                raise OSError(f"shards could not be written: rank {rank}: {outcome}")
+        files = [outcome for outcome in outcomes if isinstance(outcome, ShardFile)]
+        return write_list(private / SHARDS, files, self._objects.aliases())
+
+    def _copy(self) -> None:
+        blocks = self._objects.blocks_to_write(self._rank, self._world_size)
+        copier = HostCopier()
+        self._blocks = {path: (place, copier.copy(tensor)) for path, (place, tensor) in blocks.items()}
+
+    def _write_for_main(self, at: At, stem: str) -> None:
+        """On the thread of a rank other than 0."""
+        blocks, self._blocks = self._blocks, {}
+        self._is_written = False
+        try:
+            name = self._of_thread.wait_for_proposal(_name(at), _WITHIN_S)
+            if name is None or name == _NOWHERE:
+                return
+            try:
+                require_private_name(name, stem)
+            except ValueError as error:
+                warn(f"{error} from the ranks' store; make MASTER_PORT reachable from the job's machines only")
+                return
+            outcome = _outcome_of(self._directory / name / SHARDS, self._rank, blocks)
+            self._of_thread.post(_name(at, self._rank), _encode(outcome))
+            self._is_written = isinstance(outcome, ShardFile)
+        except Exception as error:  # noqa: BLE001 - rank 0 is gone, or the store is damaged: the group ends anyway
+            warn(f"the shards of step {at[0]} were not written: {type(error).__name__}: {error}")
+
+    def _take(self, at: At, rank: int) -> ShardFile | str:
+        return _decode(self._of_thread.take(_name(at, rank), _WITHIN_S), rank)
+
+
+def _outcome_of(shard_dir: Path, rank: int, blocks: dict[TensorPath, PlacedTensor]) -> ShardFile | str:
+    """Write blocks; return the file, or why that failed."""
+    try:
+        return write_blocks(shard_dir, rank, blocks)
+    except OSError as error:
+        return str(error)
+
+
+def _encode(outcome: ShardFile | str) -> bytes:
+    packet = io.BytesIO()
+    sent: Any = outcome if isinstance(outcome, str) else [*outcome[:3], [tuple(entry) for entry in outcome.entries]]
+    torch.save(sent, packet)
+    return packet.getvalue()
+
+
+def _decode(packet: bytes, rank: int) -> ShardFile | str:
+    """Read another rank's message.
+
+    Raises:
+        OSError: the file has another name than that of this rank.
+    """
+    received = torch.load(io.BytesIO(packet), weights_only=True)
+    if isinstance(received, str):
+        return received
+    name, size, sha256, entries = received
+    if name != f"__{rank}_0.distcp":
+        raise OSError(f"wanted the shards of rank {rank}, got the file name {name!r}")
+    return ShardFile(name, size, sha256, [Entry(*entry) for entry in entries])
+
+
+def _name(at: At, rank: int | None = None) -> str:
+    name = f"shards/{at[0]}/{at[1]}"
+    return name if rank is None else f"{name}/{rank}"
+
+
+def _finish_at_exit(reference: weakref.ref[ShardWriter]) -> None:
+    writer = reference()
+    if writer is not None and not writer.finish(_EXIT_WITHIN_S):
+        return
