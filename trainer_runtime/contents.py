@@ -26,7 +26,7 @@ from trainer_runtime.values import (
 )
 
 if TYPE_CHECKING:
-    from trainer_runtime.sharded import Shards
+    from trainer_runtime.capture.sharded_objects import ShardedObjects
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Contents:
             _refuse_fsdp1(name, module)
         self.shards = _find_shards(self._objects)
         """The sharded objects; None if no object is sharded."""
-        sharded = self.shards.objects.names if self.shards is not None else frozenset()
+        sharded = self.shards.names if self.shards is not None else frozenset()
         self._whole = {name: thing for name, thing in self._objects.items() if name not in sharded}
         self.parts = Parts(self._own, modules, self._generators)
         self._outlines = {name: found for name, value in self._values.items() if (found := outline(value)) is not None}
@@ -109,7 +109,7 @@ class Contents:
             LayoutError: a sharded tensor is laid out in a way that cannot be described; the message has its name.
         """
         part = self.parts.read()
-        return part if self.shards is None else {**part, SHARDED: self.shards.objects.read()}
+        return part if self.shards is None else {**part, SHARDED: self.shards.read()}
 
     def read_checked(self) -> dict[str, Any]:
         """Return the same as `read`; TypeError, with the name, if something could not be loaded back."""
@@ -119,7 +119,7 @@ class Contents:
             if name in self._outlines and (fault := self._outlines[name].find_other(name, value)):
                 raise TypeError(fault)
         if self.shards is not None:
-            self.shards.objects.check()
+            self.shards.check()
         return contents
 
     def copy_kept(self, saved: dict[str, Any]) -> dict[str, Any]:
@@ -233,11 +233,11 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
         )
 
 
-def _find_shards(objects: dict[str, Stateful]) -> Shards | None:
+def _find_shards(objects: dict[str, Stateful]) -> ShardedObjects | None:
     modules = (thing for thing in objects.values() if isinstance(thing, nn.Module))
     if not any(is_sharded(parameter) for module in modules for parameter in module.parameters()):
         return None
-    return cast("Shards", import_module("trainer_runtime.sharded").Shards(objects))
+    return cast("ShardedObjects", import_module("trainer_runtime.capture.sharded_objects").ShardedObjects(objects))
 
 
 def _require_same(where: str, saved: set[str], given: set[str]) -> None:

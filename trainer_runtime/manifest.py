@@ -8,7 +8,7 @@ name is never used twice. `save` counts the saves that closed the epoch since th
 |---|---|
 | `state.pt` | the state, written by `torch.save` |
 | `extra/` | what `on_save` hooks wrote, if there are any |
-| `shards/` | the tensors of sharded objects, if there are any: see `sharded.py` |
+| `shards/` | the tensors of sharded objects, if there are any: see `capture/shard_files.py` |
 | `manifest.json` | lists the files above with size and SHA-256; written last, deleted first |
 
 Until it is committed, the directory has the private name `.{run}-g{group}-s{step}-{save}.{token}`. The token is random,

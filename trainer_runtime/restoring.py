@@ -136,7 +136,12 @@ class Restorer:
     def _open_shard_writer(self, messages: RankMessages, group: int, turn: int) -> ShardWriter | None:
         if self.contents.shards is None:
             return None
-        return self.contents.shards.writer(self.directory, messages, open_rank_messages(group, turn))
+        from trainer_runtime.capture.shard_writer import ShardWriter  # noqa: PLC0415 - takes a while
+
+        of_thread = open_rank_messages(group, turn)
+        return ShardWriter(
+            self.contents.shards, self.directory, messages, of_thread, rank=rank(), world_size=world_size()
+        )
 
     def _load(self, content: dict[str, Any], *, is_in_memory: bool) -> None:
         self.seed = load_content(
@@ -261,9 +266,11 @@ def load_content(
     contents.load(content["objects"], next(part for part in content["ranks"] if part))
     if contents.shards is not None:
         if is_in_memory:
-            contents.shards.objects.load(content[SHARDED])
+            contents.shards.load(content[SHARDED])
         else:
-            contents.shards.load(directory / _own_name(content) / SHARDS, content[SHARDED])
+            from trainer_runtime.capture.shard_files import load_files  # noqa: PLC0415 - takes a while
+
+            load_files(contents.shards, directory / _own_name(content) / SHARDS, content[SHARDED])
     if lr_scaling is not None:
         factor = factor_of(lr_scaling, content["world_size"], world_size())
         rescale(contents.of_type(Optimizer), contents.of_type(LRScheduler), factor)

@@ -203,7 +203,7 @@ class Saver:
         at = self.pos.at
         self.contents.read_checked()
         where = script_line()
-        plain = {} if self.contents.shards is None else {SHARDED: self.contents.shards.objects.plain()}
+        plain = {} if self.contents.shards is None else {SHARDED: self.contents.shards.plain()}
         copied = HostCopier().copy({**self.common(), **plain, "ranks": [part]})
         self._written = _Mark(self.contents)
         own = copied["ranks"]

@@ -26,7 +26,7 @@ from trainer_runtime.snapshot_memory import checksum
 
 if TYPE_CHECKING:
     from trainer_runtime.agent_channel import AgentChannel
-    from trainer_runtime.capture.sharded_objects import Gathering
+    from trainer_runtime.capture.gathering import Gathering
     from trainer_runtime.contents import Contents
     from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.record import ReplicaPiece
@@ -66,7 +66,7 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
     parts = _find_parts(channel, messages, local.parts, sizes[source])
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
     if contents.shards is not None:
-        gathering = contents.shards.objects.gather()
+        gathering = contents.shards.gather()
         content[SHARDED] = _gather(channel, gathering, local.parts, sizes[source])
     return content  # type: ignore[no-any-return] # a dictionary that Saver made
 

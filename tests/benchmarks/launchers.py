@@ -106,7 +106,7 @@ LAUNCHERS = {
 }
 
 
-def losing(megabytes: int, step_s: float) -> Launcher:
+def losing(megabytes: int, step_s: float, *, is_sharded: bool) -> Launcher:
     """Ours, with a State and steps of such sizes."""
-    script = _ours(_LOSING, f"--megabytes={megabytes}", f"--step_s={step_s}")
+    script = _ours(_LOSING, f"--megabytes={megabytes}", f"--step_s={step_s}", *(["--sharded"] if is_sharded else []))
     return Launcher("ours", "elastic-agent", script, is_ours=True)

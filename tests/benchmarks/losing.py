@@ -32,16 +32,20 @@ class Case:
 
     megabytes: int
     step_s: float
+    is_sharded: bool = False
+    """Over all ranks, by FSDP2."""
 
     def __str__(self) -> str:
         """As it is written on the command line."""
-        return f"{self.megabytes}:{self.step_s:g}"
+        return f"{self.megabytes}:{self.step_s:g}{':sharded' if self.is_sharded else ''}"
 
 
 def parse_case(text: str) -> Case:
-    """Read `MEGABYTES:SECONDS`. Raises `ValueError`."""
-    megabytes, step_s = text.split(":")
-    return Case(int(megabytes), float(step_s))
+    """Read `MEGABYTES:SECONDS` or `MEGABYTES:SECONDS:sharded`. Raises `ValueError`."""
+    megabytes, step_s, *how = text.split(":")
+    if how not in ([], ["sharded"]):
+        raise ValueError(f"wanted MEGABYTES:SECONDS or MEGABYTES:SECONDS:sharded, got {text!r}")
+    return Case(int(megabytes), float(step_s), bool(how))
 
 
 def measure(directory: Path, cases: Sequence[Case], calm_s: float, runs: int) -> Iterator[tuple[Case, Sample]]:
@@ -57,7 +61,7 @@ def measure(directory: Path, cases: Sequence[Case], calm_s: float, runs: int) ->
 
 
 def _plan(case: Case, calm_s: float) -> Plan:
-    launcher: Launcher = losing(case.megabytes, case.step_s)
+    launcher: Launcher = losing(case.megabytes, case.step_s, is_sharded=case.is_sharded)
     calm_s = max(calm_s, _CALM_STEPS * case.step_s)
     return Plan((SCENARIOS["worker"],), (launcher,), runs=1, slow_runs=1, calm_s=calm_s, patience_s=_PATIENCE_S)
 
@@ -71,7 +75,7 @@ def _row(case: Case, samples: Sequence[Sample]) -> tuple[str, ...]:
     lost = [sample.steps_lost for sample in samples if sample.steps_lost is not None]
     seconds = [sample.seconds for sample in samples if sample.seconds is not None]
     return (
-        f"{case.megabytes} MB",
+        f"{case.megabytes} MB{', sharded' if case.is_sharded else ''}",
         f"{case.step_s * 1e3:g} ms",
         str(len(samples)),
         f"{len(lost)} of {len(samples)}",

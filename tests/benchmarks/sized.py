@@ -10,7 +10,7 @@ _BYTES_OF_WEIGHT = 12
 """With the two moments of AdamW."""
 
 
-def build_transformer(megabytes: int) -> nn.Module:
+def build_transformer(megabytes: int) -> nn.TransformerEncoder:
     """So wide, with a layer for each head, that parameters and two moments are about so large."""
     width = (megabytes * 10**6 * _HEAD_WIDTH / (12 * _BYTES_OF_WEIGHT)) ** (1 / 3)
     heads = max(1, round(width / _HEAD_WIDTH))

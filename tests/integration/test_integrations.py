@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from trainer_runtime.integrations.common import join
 PROGRAMS = Path(__file__).with_name("integrations")
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-FRAMEWORKS = ("transformers", "accelerate", "lightning")
+FRAMEWORKS = ("transformers", "accelerate", "accelerate_fsdp2", "lightning")
 
 
 class Program(Job):
@@ -154,6 +155,23 @@ def test_a_framework_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(vars(integrations), name, raising=False)
     with pytest.raises(ImportError, match=rf"{name} needs the package {framework}, .*: pip install {framework}"):
         getattr(integrations, name)
+
+
+class Prepared:
+    """As an Accelerator that was told to shard."""
+
+    def __init__(self, kind: str) -> None:
+        self.distributed_type = import_module("accelerate").DistributedType[kind]
+        self.num_processes = 1
+        self._models = [torch.nn.Linear(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("FSDP", "wants parameters that fully_shard has sharded"), ("DEEPSPEED", "got DEEPSPEED")]
+)
+def test_what_accelerate_shards_otherwise_than_by_fsdp2_is_refused(kind: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        integrations.AccelerateState(Prepared(kind))
 
 
 def test_workers_that_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from ranks import run
 from torch import nn
 from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trainer_runtime as tr
-from trainer_runtime.capture.shard_files import METADATA, write_blocks, write_list
-from trainer_runtime.sharded import Shards, _Reader
+from trainer_runtime.capture.shard_files import load_files, write_blocks, write_list
+from trainer_runtime.capture.shard_list import METADATA, read_list
+from trainer_runtime.capture.sharded_objects import ShardedObjects
 
 JOB = Path(__file__).with_name("sharded_snapshot_job.py")
 
@@ -46,13 +47,11 @@ def test_each_block_is_there_once_and_torch_reads_them(how: str, world: int, tmp
         assert {kind: value.tolist() for kind, value in state.items()} == {
             kind: expected[f"{key} {kind}"] for kind in ("step", "exp_avg", "exp_avg_sq")
         }
-    listed = _Reader(checkpoint / "shards").read_metadata()
-    for tensor in listed.state_dict_metadata.values():
-        assert isinstance(tensor, TensorStorageMetadata)
-        assert sum(chunk.sizes.numel() for chunk in tensor.chunks) == tensor.size.numel()
-    assert {each.relative_path for each in listed.storage_data.values()} == {
-        f"__{rank}_0.distcp" for rank in range(world)
-    }
+    listed = read_list(checkpoint / "shards")
+    for blocks in listed.values():
+        assert sum(math.prod(block.sizes) for block in blocks) == math.prod(blocks[0].shape)
+    files = {f"__{rank}_0.distcp" for rank in range(world)}
+    assert {block.file for blocks in listed.values() for block in blocks} == files
 
 
 def model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -73,9 +72,11 @@ def test_a_checkpoint_whose_shards_torch_has_written_is_read(tmp_path: Path) -> 
     state, its = get_state_dict(net, opt)
     save({"model": state, "opt": its["state"]}, checkpoint_id=tmp_path)
     plain = {"opt": {"state": {key: {} for key in its["state"]}, "param_groups": its["param_groups"]}}
-    Shards({"model": other, "opt": its_opt}).load(tmp_path, plain)
+    load_files(ShardedObjects({"model": other, "opt": its_opt}), tmp_path, plain)
     for key, tensor in net.state_dict().items():
         torch.testing.assert_close(other.state_dict()[key], tensor, rtol=0, atol=0)
+    found = ShardedObjects({"model": other, "opt": its_opt}).read()
+    assert str(found) == str(ShardedObjects({"model": net, "opt": opt}).read())
 
 
 def test_blocks_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
 """Files of shards in the format of torch.distributed.checkpoint, without its collectives.
 
 Each rank writes one file with the blocks that it holds. Rank 0 writes the list of all blocks, once it knows that they
-make up every tensor. torch can read the result with any number of ranks, and convert it (`dcp_to_torch_save`).
+make up every tensor. torch can read the result with any number of ranks, and convert it (`dcp_to_torch_save`). Each
+rank that loads reads the list, and then the blocks that overlap with its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,6 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from trainer_runtime.capture.blocks import are_disjoint
+from trainer_runtime.capture.shard_list import METADATA, ListedBlock, read_list
+from trainer_runtime.checkpoint import open_file
 from trainer_runtime.checkpoint_files import HashingFile, write_synced
 from trainer_runtime.manifest import SHARDS, StoredFile
 
@@ -32,9 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from trainer_runtime.capture.sharded_objects import PlacedTensor, TensorPath
+    from trainer_runtime.capture.gathering import TensorPath
+    from trainer_runtime.capture.sharded_objects import PlacedTensor, ShardedObjects
 
-METADATA = ".metadata"
 _VERSION = "1.0.0"
 """The version of the format, as torch 2.13 names it."""
 
@@ -119,6 +123,38 @@ def write_list(
     write_synced(shard_dir / METADATA, data)
     stored = [StoredFile(f"{SHARDS}/{file.name}", file.bytes, file.sha256) for file in files]
     return StoredFile(f"{SHARDS}/{METADATA}", len(data), hashlib.sha256(data).hexdigest()), *stored
+
+
+def load_files(objects: ShardedObjects, shard_dir: Path, plain: dict[str, Any]) -> None:
+    """Load this rank's blocks from the files of all ranks that wrote a checkpoint.
+
+    Args:
+        objects: the sharded objects.
+        shard_dir: directory of the shards.
+        plain: the result of `ShardedObjects.plain` when they were written.
+
+    Raises:
+        UnsafeListError: the list of shards is not one.
+        ValueError: the shards do not fit the objects.
+        DamagedError, OSError: a file cannot be read.
+    """
+    listed = read_list(shard_dir)
+    gathering = objects.gather()
+    gathering.require_names({path[0] for path in listed} | plain.keys())
+    for name, rest in plain.items():
+        gathering.add_plain(name, rest["state"], rest["param_groups"])
+    for path, blocks in listed.items():
+        for block in blocks:
+            if gathering.wants(path, block.shape, block.offsets, block.sizes):
+                gathering.add_block(path, (block.shape, block.offsets), _read_block(shard_dir, block))
+    objects.load(gathering.result())
+
+
+def _read_block(shard_dir: Path, block: ListedBlock) -> torch.Tensor:
+    with open_file(shard_dir / block.file) as file:
+        file.seek(block.at)
+        found: torch.Tensor = torch.load(io.BytesIO(file.read(block.length)), weights_only=True, map_location="cpu")
+    return found
 
 
 def _require_whole(path: TensorPath, entries: list[Entry]) -> None:

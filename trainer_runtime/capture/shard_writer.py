@@ -23,7 +23,8 @@ from trainer_runtime.manifest import SHARDS, StoredFile, require_private_name
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer_runtime.capture.sharded_objects import PlacedTensor, ShardedObjects, TensorPath
+    from trainer_runtime.capture.gathering import TensorPath
+    from trainer_runtime.capture.sharded_objects import PlacedTensor, ShardedObjects
     from trainer_runtime.rank_messages import RankMessages
 
 _NOWHERE = "-"

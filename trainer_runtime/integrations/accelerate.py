@@ -9,6 +9,7 @@ The order of a shuffled epoch comes from the generator that Accelerate shares be
 
 from __future__ import annotations
 
+import os
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,7 @@ from accelerate import DistributedType, skip_first_batches
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from torch.utils.data import RandomSampler
 
+from trainer_runtime.capture.local import is_sharded
 from trainer_runtime.integrations.common import join
 from trainer_runtime.state import State
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-_SHARDED = {DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM}
 _END = object()
 
 
@@ -42,13 +43,12 @@ class AccelerateState(State):
 
     Raises:
         RuntimeError: not all workers train together.
-        ValueError: the accelerator shards the model or has prepared nothing yet; or as `State`.
+        ValueError: the accelerator shards the model otherwise than by FSDP2, or has prepared nothing yet; or as
+            `State`.
     """
 
     def __init__(self, accelerator: Any, **options: Any) -> None:  # noqa: ANN401 - Accelerator; what State takes
-        if accelerator.distributed_type in _SHARDED:
-            kind = accelerator.distributed_type.value
-            raise ValueError(f"AccelerateState wants a model that is whole on every rank, got {kind}")
+        _require_usable(accelerator)
         join(accelerator.num_processes, "on machines without a GPU give Accelerator(cpu=True)")
         objects = _objects(accelerator)
         if "model" not in objects:
@@ -71,6 +71,21 @@ class AccelerateState(State):
         """End a step, as `State.commit`; within `accelerator.accumulate` only if the optimizer took a step."""
         if self._accelerator.sync_gradients:
             super().commit(**metrics)
+
+
+def _require_usable(accelerator: Any) -> None:  # noqa: ANN401
+    """Refuse models that are sharded, or are to be, otherwise than by FSDP2."""
+    kind = accelerator.distributed_type
+    if kind in {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}:
+        raise ValueError(f"AccelerateState wants a model that is whole on every rank, or FSDP2, got {kind.value}")
+    models = accelerator._models  # noqa: SLF001 - has no public name
+    is_asked_for = kind is DistributedType.FSDP or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if is_asked_for and models and not any(is_sharded(each) for model in models for each in model.parameters()):
+        raise ValueError(
+            "AccelerateState wants parameters that fully_shard has sharded, as FSDP is asked for, got whole ones; give "
+            "FullyShardedDataParallelPlugin(fsdp_version=2), or no FSDP on machines without a GPU, where Accelerate "
+            "ignores it"
+        )
 
 
 class _Skipping:

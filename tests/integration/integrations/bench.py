@@ -79,4 +79,6 @@ def finish(model: nn.Module) -> None:
     """What a script does after the training: it must not be done before."""
     with (DIRECTORY / f"finished.{RANK}").open("a") as file:
         file.write(f"{GROUP}\n")
-    torch.save(model.state_dict(), DIRECTORY / f"weights.{RANK}")
+    state = model.state_dict()
+    state = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+    torch.save(state, DIRECTORY / f"weights.{RANK}")

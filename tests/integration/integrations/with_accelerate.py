@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import bench
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
@@ -24,10 +26,19 @@ class Counter:
         self.count = state["count"]
 
 
-def main() -> None:
+def sharding() -> Accelerator:
+    """One that shards by FSDP2. Without a GPU Accelerate ignores FSDP, so what it would set is set here."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def main(make: Callable[[], Accelerator]) -> None:
     """Train."""
     set_seed(5)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = make()
     model = bench.Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.7)
@@ -53,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(lambda: Accelerator(cpu=True, gradient_accumulation_steps=2))
