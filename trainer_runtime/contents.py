@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_runtime.capture.local import is_sharded
+from trainer_runtime.capture.local import has_shards
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
 from trainer_runtime.sources import is_own_loader
@@ -170,7 +170,7 @@ class Contents:
         for name in changed:
             if name in self._values:
                 self._values[name] = restore_value(name, self._values[name], committed[name], RestoredMemory())
-            elif isinstance(thing := self._whole[name], Optimizer):
+            elif isinstance(thing := self._objects[name], Optimizer):
                 for group, options in zip(thing.param_groups, committed[name], strict=False):
                     group.update(
                         {
@@ -189,8 +189,9 @@ class Contents:
             name: [_options(group) for group in thing.param_groups]
             if isinstance(thing, Optimizer)
             else read_state(thing)
-            for name, thing in self._whole.items()
-            if not (isinstance(thing, nn.Module) or is_own_loader(thing) or name in streams)
+            for name, thing in self._objects.items()
+            if isinstance(thing, Optimizer)
+            or not (isinstance(thing, nn.Module) or is_own_loader(thing) or name in streams)
         }
         return {**objects, **self._values}
 
@@ -234,8 +235,7 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
 
 
 def _find_shards(objects: dict[str, Stateful]) -> ShardedObjects | None:
-    modules = (thing for thing in objects.values() if isinstance(thing, nn.Module))
-    if not any(is_sharded(parameter) for module in modules for parameter in module.parameters()):
+    if not any(map(has_shards, objects.values())):
         return None
     return cast("ShardedObjects", import_module("trainer_runtime.capture.sharded_objects").ShardedObjects(objects))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import weakref
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 CONTENT_VERSION = 3
 
+
+_AFTER_ERROR_S = 5.0
+"""Seconds that a rank whose script ends with an error waits until its shards are written."""
 
 _LARGE_BYTES = 65_536
 """Values that are tensors of this size or more are compared by identity and version, not by content."""
@@ -137,7 +141,8 @@ class Saver:
         if self.writer is None:
             self._begin(0)
             if self.shards is not None:
-                self.shards.finish()
+                # If this rank alone fails, rank 0 does not save, and may wait for this rank to end.
+                self.shards.finish(None if sys.exception() is None else _AFTER_ERROR_S)
             return
         try:
             self.writer.finish()
@@ -190,17 +195,21 @@ class Saver:
         pos = self.pos
         if pos.at == pos.saved:
             return
-        part = self.contents.parts.read_checked()
         if self.writer is None:
-            self.exchange.post_part(pos.at, part)
+            self.exchange.post_part(pos.at, self.contents.parts.read_checked())
             if self.shards is not None:
                 self.shards.begin(pos.at, stem_of(self.run, self.group, *pos.at))
         else:
-            self._write(self.writer, part, handoff)
+            try:
+                self._write(self.writer, handoff)
+            except Exception:
+                self._leave_out()  # the others wait for what rank 0 proposes
+                raise
         pos.saved = pos.at
 
-    def _write(self, writer: Writer, part: dict[str, Any], handoff: int) -> None:
+    def _write(self, writer: Writer, handoff: int) -> None:
         at = self.pos.at
+        part = self.contents.parts.read_checked()
         self.contents.read_checked()
         where = script_line()
         plain = {} if self.contents.shards is None else {SHARDED: self.contents.shards.plain()}
@@ -213,21 +222,17 @@ class Saver:
             parts = {"ranks": own + self.exchange.collect(at, where)}
             return parts, () if shards is None else shards.complete(at, private)
 
-        try:
-            writer.write(
-                copied,
-                step=self.pos.step,
-                save=self.pos.save,
-                world_size=world_size(),
-                metrics=as_numbers(self.pos.metrics),
-                hooks=self.hooks,
-                handoff=handoff,
-                prepare=lambda private: None if shards is None else shards.offer(at, private),
-                complete=complete,
-            )
-        except OSError:
-            self._leave_out()
-            raise
+        writer.write(
+            copied,
+            step=self.pos.step,
+            save=self.pos.save,
+            world_size=world_size(),
+            metrics=as_numbers(self.pos.metrics),
+            hooks=self.hooks,
+            handoff=handoff,
+            prepare=lambda private: None if shards is None else shards.offer(at, private),
+            complete=complete,
+        )
 
     def common(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks, as it is now."""

@@ -177,8 +177,12 @@ def _gather_from(channel: AgentChannel, gathering: Gathering, local: dict[int, m
 
 
 def _add(gathering: Gathering, data: memoryview | None) -> None:
-    if data is not None:
-        gathering.add(unflatten(data)[SHARDED])
+    if data is None:
+        return
+    part = unflatten(data)
+    if SHARDED not in part:
+        raise ValueError("the snapshot in memory is of a model that was not sharded, and this State's is")
+    gathering.add(part[SHARDED])
 
 
 def _exit_unreadable(channel: AgentChannel, what: str) -> NoReturn:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from trainer_runtime import contract
-from trainer_runtime.capture.local import LayoutError
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main, local_rank, world_size
 from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
@@ -141,16 +140,13 @@ class SnapshotTaker:
         return self._memory.newest == step
 
     def _copy_state(self, step: int) -> bool:
-        """Copy the state and report it to the agent; False if there is no room for it, or no form."""
+        """Copy the state and report it to the agent; False if there is no room for it."""
         try:
             common = self._common.flatten(self._saver.common()) if self._has_common else None
             part = self._part.flatten(self._saver.contents.read_part())
         except UnknownKindError:
             self._saver.check()  # raises an error with the name
             raise
-        except LayoutError as error:
-            _warn_of_none(str(error))
-            return False
         if not self._fits(common, part):
             return False
         self._copier.copy(self._memory.begin(step, world_size(), common, part))
@@ -240,13 +236,11 @@ def begin_snapshots(
 def _can_resume(*, has_load_hooks: bool) -> bool:
     """Return whether a snapshot contains everything that a group needs to resume."""
     if has_load_hooks:
-        _warn_of_none("the script resumes from files of its own, too (state.on_load)")
-        return False
-    return True
-
-
-def _warn_of_none(why: str) -> None:
-    warn(f"no snapshots in memory: {why}. A crash loses the steps since the last checkpoint")
+        warn(
+            "no snapshots in memory: the script resumes from files of its own, too (state.on_load). A crash loses the "
+            "steps since the last checkpoint"
+        )
+    return not has_load_hooks
 
 
 def _end(messages: RankMessages, settled: int) -> None:

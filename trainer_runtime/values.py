@@ -17,6 +17,9 @@ from torch import nn
 
 from trainer_runtime.capture.local import is_sharded
 
+_RECOMPUTED = "_checkpoint_wrapped_module"
+"""The attribute under which torch's `checkpoint_wrapper` keeps the module that it wraps."""
+
 _COMPILED = "_orig_mod"
 """The attribute, and part of a state's keys, under which torch.compile keeps the module that it wraps."""
 
@@ -64,8 +67,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_key(key: str) -> str:
-    """Return a key of a module's state without the parts that torch.compile adds."""
-    return ".".join(part for part in key.split(".") if part != _COMPILED)
+    """Return a key of a module's state without the parts that torch.compile and activation checkpointing add."""
+    return ".".join(part for part in key.split(".") if part not in {_COMPILED, _RECOMPUTED})
 
 
 def require_loadable(name: str, value: object) -> None:

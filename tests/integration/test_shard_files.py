@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trainer_runtime as tr
+from trainer_runtime.capture.local import LayoutError
 from trainer_runtime.capture.shard_files import load_files, write_blocks, write_list
 from trainer_runtime.capture.shard_list import METADATA, read_list
 from trainer_runtime.capture.sharded_objects import ShardedObjects
@@ -80,9 +82,9 @@ def test_a_checkpoint_whose_shards_torch_has_written_is_read(tmp_path: Path) -> 
 
 
 def test_blocks_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) -> None:
-    first = write_blocks(tmp_path, 0, {("m", "w"): (((4, 2), (0, 0)), torch.ones(2, 2))})
-    second = write_blocks(tmp_path, 1, {("m", "w"): (((4, 2), (1, 0)), torch.ones(2, 2))})
-    third = write_blocks(tmp_path, 2, {("m", "w"): (((4, 2), (2, 0)), torch.ones(2, 2))})
+    first = write_blocks(tmp_path, 0, {("m", "w"): (((4, 2), (0, 0)), torch.ones(2, 2))}, [])
+    second = write_blocks(tmp_path, 1, {("m", "w"): (((4, 2), (1, 0)), torch.ones(2, 2))}, [])
+    third = write_blocks(tmp_path, 2, {("m", "w"): (((4, 2), (2, 0)), torch.ones(2, 2))}, [])
     for files in ([first], [first, second], [first, second, third]):
         with pytest.raises(OSError, match=r"do not make up m\.w: wanted disjoint blocks of one tensor with 8"):
             write_list(tmp_path, files, {})
@@ -94,8 +96,59 @@ def test_blocks_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path: Path) -
     assert torch.equal(found["m"]["tied"], torch.ones(4, 2))
 
 
+def test_what_one_rank_knows_and_nobody_has_written_is_no_checkpoint(tmp_path: Path) -> None:
+    file = write_blocks(tmp_path, 0, {("m", "w"): (((2,), (0,)), torch.ones(2))}, [("opt", "w", "exp_avg")])
+    with pytest.raises(OSError, match=r"opt\.w\.exp_avg is known to some ranks only"):
+        write_list(tmp_path, [file], {})
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda parameter: [torch.zeros_like(parameter)], "wanted tensors by name, got some in a list"),
+        (lambda parameter: torch.zeros(parameter.shape), "wanted a tensor that is sharded as its parameter"),
+    ],
+)
+def test_a_tensor_of_an_optimizer_that_no_other_rank_could_take_over_is_refused(
+    made: Callable[[torch.Tensor], object], said: str, tmp_path: Path
+) -> None:
+    tr.init()
+    net, opt = model()
+    opt.state[net[0].weight]["more"] = made(net[0].weight)
+    state = tr.State(checkpoint_dir=tmp_path, save_every=100, model=net, opt=opt)
+    state.restore()
+    with pytest.raises(LayoutError, match=rf"State cannot save opt\.0\.weight.*{said}"):
+        state.commit()
+
+
+def test_the_options_of_a_sharded_optimizer_are_changed_once_in_a_resumed_body(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body steps a schedule before the items, and runs again after a restart."""
+    tr.init()
+
+    def train(items: int) -> float:
+        monkeypatch.setattr(tr.State, "_restored", set())  # as in another process
+        net = nn.Linear(2, 2)
+        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+        opt.step()  # there are no gradients; torch wants it before the schedule's step
+        state = tr.State(checkpoint_dir=tmp_path, save_every=1, net=net, opt=opt, schedule=schedule)
+        for _ in state.epochs(1):
+            schedule.step()
+            for item in state.steps(range(4)):
+                state.commit()
+                if item + 1 == items:
+                    state.save()
+                    return float(opt.param_groups[0]["lr"])
+        raise AssertionError
+
+    assert [train(2), train(3)] == [0.5, 0.5]
+
+
 def test_a_file_that_rank_0_does_not_see_whole_is_no_checkpoint(tmp_path: Path) -> None:
-    file = write_blocks(tmp_path, 0, {("m", "w"): (((2,), (0,)), torch.ones(2))})
+    file = write_blocks(tmp_path, 0, {("m", "w"): (((2,), (0,)), torch.ones(2))}, [])
     with (tmp_path / file.name).open("ab") as more:
         more.write(b"1")
     with pytest.raises(FileNotFoundError, match="rank 0 does not see"):

@@ -251,6 +251,52 @@ def test_training_continues_while_shards_are_written_and_what_is_saved_is_the_co
     assert lines[-1].removeprefix("weights 1 ") == results[0][1][-1].removeprefix("saved ")
 
 
+FORWARD = f"""{SHARDED}
+net(torch.ones(2, 8))  # FSDP2 leaves the outermost parameters gathered after it
+state.restore()
+print("sees", round(net(torch.ones(2, 8)).sum().item(), 4), flush=True)
+for _ in range(2 if state.step == 0 else 0):
+    step()
+    opt.zero_grad()
+    state.commit()
+    with torch.no_grad():
+        net(torch.ones(2, 8))
+    state.save()
+print("sees", round(net(torch.ones(2, 8)).sum().item(), 4), flush=True)
+"""
+
+
+def test_what_fsdp2_has_gathered_for_a_forward_pass_is_neither_saved_nor_used_after_a_restore(tmp_path: Path) -> None:
+    saved, found = (run(FORWARD, tmp_path, world=2, group=group) for group in (1, 2))
+    assert [code for code, _ in saved + found] == [0] * 4, saved + found
+    assert saved[0][1][0] != saved[0][1][-1]
+    seen = {line for _, lines in found for line in lines if line.startswith("sees")}
+    assert seen == {saved[0][1][-1]}
+
+
+BAD = f"""{SHARDED}
+def fail(*_):
+    raise MemoryError("no more")
+
+state.restore()
+if not tr.is_main():
+    shard_writer.write_blocks = fail
+step()
+state.commit()
+try:
+    state.save()
+except OSError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_rank_that_cannot_write_for_whatever_reason_says_so(tmp_path: Path) -> None:
+    """Rank 0 waits for it."""
+    results = run(BAD, tmp_path, world=2, group=1)
+    assert [code for code, _ in results] == [0, 0], results
+    assert results[0][1][-1] == "shards could not be written: rank 1: MemoryError: no more"
+
+
 FIRST = f"""{SHARDED}
 state.restore()
 state.save()

@@ -20,6 +20,10 @@ TensorPath = tuple[str, ...]
 """Names of an object and of a tensor in it; for an optimizer also the kind of its state, as `exp_avg`."""
 
 
+COUNTER = "step"
+"""The name under which torch's optimizers count their steps for each parameter, in a number on each rank."""
+
+
 class Gathering:
     """Collects blocks until nothing is missing.
 
@@ -120,7 +124,8 @@ class Gathering:
         own = self._tensors.get((self._of_optimizers.get(name, name), path[1]))
         if own is None:
             raise ValueError(f"what was saved has {'.'.join(path)}, this State does not")
-        if tuple(own.shape) == shape:
+        is_counter = name in self._of_optimizers and path[-1] == COUNTER
+        if tuple(own.shape) == shape and not is_counter:
             return _Wanted(*place_of(own), tuple(local_of(own).shape))
         if name not in self._of_optimizers:
             raise ValueError(f"{'.'.join(path)} was saved with shape {shape}, in this State it has {tuple(own.shape)}")

@@ -65,15 +65,20 @@ class ShardFile(NamedTuple):
     bytes: int
     sha256: str
     entries: list[Entry]
+    paths: list[TensorPath]
+    """Of all tensors that the rank knows, of some of which other ranks write all blocks."""
 
 
-def write_blocks(shard_dir: Path, rank: int, blocks: Mapping[TensorPath, PlacedTensor]) -> ShardFile:
+def write_blocks(
+    shard_dir: Path, rank: int, blocks: Mapping[TensorPath, PlacedTensor], paths: list[TensorPath]
+) -> ShardFile:
     """Write this rank's blocks durably into a new file.
 
     Args:
         shard_dir: directory that rank 0 has made.
         rank: this rank.
         blocks: tensors on the CPU.
+        paths: of all tensors that this rank knows.
 
     Raises:
         OSError: they could not be written, or the directory is not there.
@@ -91,7 +96,7 @@ def write_blocks(shard_dir: Path, rank: int, blocks: Mapping[TensorPath, PlacedT
             entries.append(Entry(path, tensor.dtype, shape, offsets, tuple(tensor.shape), begin, hashing.bytes - begin))
         file.flush()
         os.fsync(file.fileno())
-    return ShardFile(name, hashing.bytes, hashing.sha256.hexdigest(), entries)
+    return ShardFile(name, hashing.bytes, hashing.sha256.hexdigest(), entries, paths)
 
 
 def write_list(
@@ -116,6 +121,8 @@ def write_list(
     for file in files:
         for entry in file.entries:
             blocks.setdefault(entry.path, {}).setdefault(entry.offsets, (file, entry))
+    for path in (path for file in files for path in file.paths if path not in blocks):
+        raise OSError(f"{'.'.join(path)} is known to some ranks only, so nobody has written it")
     for path, found in blocks.items():
         _require_whole(path, [entry for _, entry in found.values()])
     blocks |= {alias: blocks[path] for alias, path in aliases.items()}

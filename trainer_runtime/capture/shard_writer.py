@@ -69,6 +69,7 @@ class ShardWriter:
         self._rank = rank
         self._world_size = world_size
         self._blocks: dict[TensorPath, PlacedTensor] = {}
+        self._paths: list[TensorPath] = []
         self._thread: threading.Thread | None = None
         self._is_written = True
         atexit.register(_finish_at_exit, weakref.ref(self))
@@ -93,6 +94,12 @@ class ShardWriter:
             self._thread.join(within_s)
         return self._is_written
 
+    def finish_at_exit(self) -> None:
+        """Wait a moment for the last shards, so that a script that ends right after a save does not lose them."""
+        self.finish(_EXIT_WITHIN_S)
+        if self._thread is not None and self._thread.is_alive():
+            warn(f"the script ends, but its last shards were not written within {_EXIT_WITHIN_S:g} s")
+
     def offer(self, at: At, private: Path) -> None:
         """On rank 0: copy the blocks, and propose a checkpoint's directory to the others.
 
@@ -102,6 +109,8 @@ class ShardWriter:
         self._copy()
         (private / SHARDS).mkdir()
         held = self._messages.propose(_name(at), private.name)
+        if held == _NOWHERE:
+            raise OSError("this step was left out before, and the other ranks have no copy of their shards any more")
         if held != private.name:
             raise OSError(
                 f"the ranks' store has {held!r} in place of {private.name!r} as the directory of the shards; make "
@@ -109,7 +118,8 @@ class ShardWriter:
             )
 
     def leave_out(self, at: At) -> None:
-        """On rank 0: let the others write nothing for this save."""
+        """On rank 0: let the others write nothing for this save, unless a directory was proposed already."""
+        self._blocks = {}
         self._messages.propose(_name(at), _NOWHERE)
 
     def complete(self, at: At, private: Path) -> tuple[StoredFile, ...]:
@@ -120,7 +130,7 @@ class ShardWriter:
             OSError: a rank could not write, or the blocks do not make up all tensors.
         """
         blocks, self._blocks = self._blocks, {}
-        outcomes = [_outcome_of(private / SHARDS, self._rank, blocks)]
+        outcomes = [_outcome_of(private / SHARDS, self._rank, blocks, self._paths)]
         outcomes += [self._take(at, rank) for rank in range(self._world_size) if rank != self._rank]
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, str):
@@ -132,6 +142,7 @@ class ShardWriter:
         blocks = self._objects.blocks_to_write(self._rank, self._world_size)
         copier = HostCopier()
         self._blocks = {path: (place, copier.copy(tensor)) for path, (place, tensor) in blocks.items()}
+        self._paths = self._objects.paths()
 
     def _write_for_main(self, at: At, stem: str) -> None:
         """On the thread of a rank other than 0."""
@@ -146,7 +157,7 @@ class ShardWriter:
             except ValueError as error:
                 warn(f"{error} from the ranks' store; make MASTER_PORT reachable from the job's machines only")
                 return
-            outcome = _outcome_of(self._directory / name / SHARDS, self._rank, blocks)
+            outcome = _outcome_of(self._directory / name / SHARDS, self._rank, blocks, self._paths)
             self._of_thread.post(_name(at, self._rank), _encode(outcome))
             self._is_written = isinstance(outcome, ShardFile)
         except Exception as error:  # noqa: BLE001 - rank 0 is gone, or the store is damaged: the group ends anyway
@@ -156,17 +167,23 @@ class ShardWriter:
         return _decode(self._of_thread.take(_name(at, rank), _WITHIN_S), rank)
 
 
-def _outcome_of(shard_dir: Path, rank: int, blocks: dict[TensorPath, PlacedTensor]) -> ShardFile | str:
-    """Write blocks; return the file, or why that failed."""
+def _outcome_of(
+    shard_dir: Path, rank: int, blocks: dict[TensorPath, PlacedTensor], paths: list[TensorPath]
+) -> ShardFile | str:
+    """Write blocks; return the file, or why that failed, for which rank 0 waits whatever it was."""
     try:
-        return write_blocks(shard_dir, rank, blocks)
+        return write_blocks(shard_dir, rank, blocks, paths)
     except OSError as error:
         return str(error)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"{type(error).__name__}: {error}"
 
 
 def _encode(outcome: ShardFile | str) -> bytes:
     packet = io.BytesIO()
-    sent: Any = outcome if isinstance(outcome, str) else [*outcome[:3], [tuple(entry) for entry in outcome.entries]]
+    sent: Any = outcome
+    if not isinstance(outcome, str):
+        sent = [outcome.name, outcome.bytes, outcome.sha256, [tuple(each) for each in outcome.entries], outcome.paths]
     torch.save(sent, packet)
     return packet.getvalue()
 
@@ -180,10 +197,10 @@ def _decode(packet: bytes, rank: int) -> ShardFile | str:
     received = torch.load(io.BytesIO(packet), weights_only=True)
     if isinstance(received, str):
         return received
-    name, size, sha256, entries = received
+    name, size, sha256, entries, paths = received
     if name != f"__{rank}_0.distcp":
         raise OSError(f"wanted the shards of rank {rank}, got the file name {name!r}")
-    return ShardFile(name, size, sha256, [Entry(*entry) for entry in entries])
+    return ShardFile(name, size, sha256, [Entry(*entry) for entry in entries], paths)
 
 
 def _name(at: At, rank: int | None = None) -> str:
@@ -193,5 +210,5 @@ def _name(at: At, rank: int | None = None) -> str:
 
 def _finish_at_exit(reference: weakref.ref[ShardWriter]) -> None:
     writer = reference()
-    if writer is not None and not writer.finish(_EXIT_WITHIN_S):
-        return
+    if writer is not None:
+        writer.finish_at_exit()

@@ -20,24 +20,20 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer_runtime.capture.blocks import Place, place_of, replica_of
-from trainer_runtime.capture.gathering import Captured, Gathering, TensorPath
-from trainer_runtime.capture.local import LayoutError, is_sharded, local_of
-from trainer_runtime.values import RestoredMemory, require_loadable, restore_value, unwrap
+from trainer_runtime.capture.gathering import COUNTER, Captured, Gathering, TensorPath
+from trainer_runtime.capture.local import LayoutError, has_shards, is_sharded, local_of
+from trainer_runtime.structure import take_apart
+from trainer_runtime.values import RestoredMemory, plain_key, require_loadable, restore_value, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""Parts of names that torch.compile and activation checkpointing add."""
-
 PlacedTensor = tuple[Place, torch.Tensor]
-
-_COUNTER = "step"
-"""The name under which torch's optimizers count their steps for each parameter, in a number on each rank."""
 
 
 class _Group(NamedTuple):
@@ -60,11 +56,9 @@ class ShardedObjects:
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
-        modules = {
-            name: thing
-            for name, thing in objects.items()
-            if isinstance(thing, nn.Module) and any(map(is_sharded, thing.parameters()))
-        }
+        modules = {name: thing for name, thing in objects.items() if has_shards(thing)}
+        for module in modules.values():
+            _reshard(module)
         optimizers = {name: thing for name, thing in objects.items() if isinstance(thing, Optimizer)}
         self._groups = {
             name: _Group(
@@ -88,10 +82,10 @@ class ShardedObjects:
             TypeError: a module or an optimizer has something else than tensors and plain values.
         """
         for name, group in self._groups.items():
-            state = group.module.state_dict()
-            other = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-            if other:
-                raise TypeError(f"State cannot save {name}: wanted tensors only in a sharded module, got {min(other)}")
+            for path, part in unwrap(group.module).named_modules():  # `state_dict` would reshard, on this rank alone
+                if type(part).get_extra_state is not nn.Module.get_extra_state:
+                    other = f"{path}._extra_state".lstrip(".")
+                    raise TypeError(f"State cannot save {name}: wanted tensors only in a sharded module, got {other}")
             for each, optimizer in group.optimizers.items():
                 require_loadable(each, [{**options, "params": None} for options in optimizer.param_groups])
         self.read()
@@ -145,6 +139,10 @@ class ShardedObjects:
             for each, optimizer in group.optimizers.items()
         }
 
+    def paths(self) -> list[TensorPath]:
+        """Return the paths of all tensors that this rank knows, of some of which it writes nothing."""
+        return [path for path, _ in self._whole()]
+
     def _whole(self) -> Iterator[tuple[TensorPath, torch.Tensor]]:
         """Yield the path of each tensor, and the tensor, which may be sharded."""
         for name, group in self._groups.items():
@@ -172,6 +170,7 @@ class ShardedObjects:
             ValueError: it does not fit the objects; the message says what differs.
         """
         for name, group in self._groups.items():
+            _reshard(group.module)  # what was gathered for a forward pass would be used once more
             tensors = dict(_tensors(group))
             with torch.no_grad():
                 for key, tensor in _once(tensors).items():
@@ -181,30 +180,33 @@ class ShardedObjects:
                 _load_optimizer(each, optimizer, parameters, captured[each])
 
 
+def _reshard(module: nn.Module) -> None:
+    """Let FSDP2 free what it has gathered. To be called on all ranks: the next forward pass gathers anew."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for key, parameter in unwrap(module).named_parameters(remove_duplicate=False):
-        yield _plain_name(key), parameter
+        yield plain_key(key), parameter
 
 
 def _tensors(group: _Group) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers by name, tied ones under each of their names."""
     for key, parameter in _parameters(group.module):
         given = group.parameters.get(key)
-        # FSDP2 keeps a module unsharded after `unshard()`; a change of the sharded parameters reaches it later.
-        yield key, given if given is not None and is_sharded(given) and not is_sharded(parameter) else parameter
+        # After a forward pass FSDP2 may keep parameters gathered, in whole or over a smaller mesh.
+        yield key, given if given is not None and is_sharded(given) else parameter
     for path, part in unwrap(group.module).named_modules(remove_duplicate=False):
         for key, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             if key not in part._non_persistent_buffers_set:  # noqa: SLF001 - no public name
-                yield _plain_name(f"{path}.{key}" if path else key), buffer
+                yield plain_key(f"{path}.{key}" if path else key), buffer
 
 
 def _first_names(group: _Group) -> dict[int, str]:
     """Return the first name of each tensor, by identity."""
     return {id(tensor): key for key, tensor in _once(dict(_tensors(group))).items()}
-
-
-def _plain_name(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
 def _once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -253,8 +255,10 @@ def _split_optimizer(
             raise LayoutError(f"State cannot save {name}: it keeps a state of what is none of its module's parameters")
         tensors[key] = {kind: value for kind, value in state.items() if isinstance(value, torch.Tensor)}
         rest[key] = {kind: value for kind, value in state.items() if not isinstance(value, torch.Tensor)}
+        if any(isinstance(leaf, torch.Tensor) for leaf in take_apart(rest[key]).leaves):
+            raise LayoutError(f"State cannot save {name}.{key}: wanted tensors by name, got some in a list or a dict")
         for kind, value in tensors[key].items():
-            if kind != _COUNTER:
+            if kind != COUNTER:
                 _require_alike(f"{name}.{key}.{kind}", value, parameter)
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
     return tensors, {"state": rest, "param_groups": groups}
@@ -266,7 +270,7 @@ def _require_alike(name: str, tensor: torch.Tensor, parameter: torch.Tensor) -> 
         of = (parameter.device_mesh, parameter.placements)
         if isinstance(tensor, DTensor) and (tensor.device_mesh, tensor.placements) == of:
             return
-    elif not isinstance(tensor, DTensor):
+    elif not isinstance(tensor, DTensor) and (not is_sharded(parameter) or tensor.shape != local_of(parameter).shape):
         return
     got = f"{tuple(tensor.shape)}, {getattr(tensor, 'placements', 'not sharded')}"
     raise LayoutError(
@@ -280,21 +284,28 @@ def _load_optimizer(
 ) -> None:
     names = {id(parameter): key for key, parameter in parameters.items()}
     own = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
-    if (saved := [group["params"] for group in captured["groups"]]) != own:
-        raise ValueError(f"{name} has the parameters {own}, in the snapshot it has {saved}")
+    saved = [group["params"] for group in captured["groups"]]
+    if saved != own:
+        other = sorted({key for group in saved for key in group} ^ {key for group in own for key in group})
+        raise ValueError(
+            f"{name} has other parameters, or groups of them, than when it was saved: wanted groups of "
+            f"{[len(group) for group in saved]}, got {[len(group) for group in own]}; on one side only: {other[:3]}"
+        )
+    memory = RestoredMemory()
     for group, options in zip(optimizer.param_groups, captured["groups"], strict=True):
         for key, value in options.items():
             if key != "params":
-                group[key] = restore_value(name, group.get(key), value, RestoredMemory())
+                group[key] = restore_value(name, group.get(key), value, memory)
     optimizer.state.clear()
     for key in dict.fromkeys((*captured["plain"], *captured["tensors"])):
         parameter = parameters[key]
-        group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+        groups = (group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+        group = next(groups, {})
         step_device = torch.device("cpu") if _is_step_on_cpu(group) else local_of(parameter).device
         optimizer.state[parameter] = dict(captured["plain"].get(key, {}))
         for kind, placed in captured["tensors"].get(key, {}).items():
             ((shape, _), local), *_ = placed.items()
-            if kind == _COUNTER:
+            if kind == COUNTER:
                 restored = local.to(step_device, copy=True)
             else:
                 copied = local.to(local_of(parameter).device, copy=True)
