@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_runtime.capture.local import has_shards
+from trainer_runtime.flat import packed
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
 from trainer_runtime.sources import is_own_loader
@@ -109,7 +110,10 @@ class Contents:
             LayoutError: a sharded tensor is laid out in a way that cannot be described; the message has its name.
         """
         part = self.parts.read()
-        return part if self.shards is None else {**part, SHARDED: self.shards.read()}
+        if self.shards is None:
+            return part
+        # Random states are new tensors each time, for which the layout of the many sharded ones would be made anew.
+        return {**{name: packed(value) for name, value in part.items()}, SHARDED: self.shards.read()}
 
     def read_checked(self) -> dict[str, Any]:
         """Return the same as `read`; TypeError, with the name, if something could not be loaded back."""

@@ -141,22 +141,23 @@ class Flattener:
     def _pack(self, number: int, leaf: object) -> tuple[str, bytes]:
         """Return a leaf that is neither plain nor a view of one storage in the form of a value."""
         if isinstance(leaf, torch.Tensor):
-            return _packed(leaf.detach().cpu())
+            return packed(leaf.detach().cpu())
         try:
-            packed = _packed(leaf)
-            if self._proven.get(number) != packed:
-                _value(packed)
-                self._proven[number] = packed
+            found = packed(leaf)
+            if self._proven.get(number) != found:
+                _value(found)
+                self._proven[number] = found
         except Exception as error:
             kind = type(leaf)
             raise UnknownKindError(f"wanted what loads back, got {kind.__module__}.{kind.__qualname__}") from error
-        return packed
+        return found
 
 
-def _packed(value: object) -> tuple[str, bytes]:
-    packed = io.BytesIO()
-    torch.save(value, packed)
-    return _PACKED, packed.getvalue()
+def packed(value: object) -> tuple[str, bytes]:
+    """Return a value in a form that is one leaf, which `unflatten` turns back into the value."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return _PACKED, file.getvalue()
 
 
 def _lay_out(apart: Apart, kinds: list[type]) -> Layout:

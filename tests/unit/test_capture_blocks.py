@@ -26,7 +26,8 @@ Blocks = list[tuple[tuple[int, ...], tuple[int, ...]]]
 def blocks(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Placement]) -> Blocks:
     """Of all ranks of a mesh."""
     return [
-        block(shape, mesh, coordinate, placements) for coordinate in itertools.product(*(range(size) for size in mesh))
+        block(shape, mesh, coordinate, tuple(placements))
+        for coordinate in itertools.product(*(range(size) for size in mesh))
     ]
 
 
@@ -70,7 +71,7 @@ def test_of_two_splits_of_one_dimension_the_later_one_is_the_outer_one_if_torch_
 )
 def test_what_is_not_one_block_is_refused(placements: list[Placement], why: str) -> None:
     with pytest.raises(LayoutError, match=why):
-        block((8, 8), (2, 2), (0, 0), placements)
+        block((8, 8), (2, 2), (0, 0), tuple(placements))
 
 
 @given(SHAPES, st.data())
@@ -99,7 +100,7 @@ def test_blocks_that_overlap_are_found(given_blocks: Blocks) -> None:
 
 
 def test_a_number_is_one_block() -> None:
-    assert block((), (2,), (1,), [Replicate()]) == ((), ())
+    assert block((), (2,), (1,), (Replicate(),)) == ((), ())
     assert copy_overlap(target := torch.zeros(()), (), torch.ones(()), ()) == 1
     assert target == 1
     assert are_disjoint([((), ())])

@@ -11,6 +11,7 @@ that case (torch 2.13). It is still one block if the splits nest completely, and
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ def place_of(tensor: torch.Tensor) -> Place:
     local = tuple(local_of(tensor).shape)
     if coordinate is None:
         raise LayoutError("this rank is not in its mesh")
-    offsets, sizes = block(shape, tuple(tensor.device_mesh.shape), tuple(coordinate), tensor.placements)
+    offsets, sizes = block(shape, tuple(tensor.device_mesh.shape), tuple(coordinate), tuple(tensor.placements))
     if sizes != local:
         raise LayoutError(f"its placements {tensor.placements} give this rank a block of {sizes}, it has {local}")
     return shape, offsets
@@ -62,8 +63,9 @@ def replica_of(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[int, i
     return index, replicas
 
 
+@lru_cache(maxsize=1 << 16)  # for each tensor at each snapshot
 def block(
-    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and sizes of the block at a coordinate of the mesh.
 

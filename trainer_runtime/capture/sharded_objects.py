@@ -99,9 +99,10 @@ class ShardedObjects:
         captured: Captured = {}
         for name, group in self._groups.items():
             tensors = _once(dict(_tensors(group)))
+            names = {id(tensor): key for key, tensor in tensors.items()}
             captured[name] = {key: _placed(tensor, name, key) for key, tensor in tensors.items()}
             for each, optimizer in group.optimizers.items():
-                captured[each] = _capture_optimizer(each, optimizer, _first_names(group))
+                captured[each] = _capture_optimizer(each, optimizer, names)
         return captured
 
     def blocks_to_write(self, rank: int, world_size: int) -> dict[TensorPath, PlacedTensor]:
