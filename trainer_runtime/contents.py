@@ -120,11 +120,16 @@ class Contents:
         contents = self.read()
         for name, value in contents.items():
             require_loadable(name, value)
-            if name in self._outlines and (fault := self._outlines[name].find_other(name, value)):
-                raise TypeError(fault)
+        self.check_outlines()
         if self.shards is not None:
             self.shards.check()
         return contents
+
+    def check_outlines(self) -> None:
+        """Raise TypeError if a value could not be restored in place any more; it could be at first."""
+        for name, outline_ in self._outlines.items():
+            if fault := outline_.find_other(name, self._values[name]):
+                raise TypeError(fault)
 
     def copy_kept(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return `saved` with copies of all that `load` would keep by reference; a module copies by itself."""

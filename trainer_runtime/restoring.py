@@ -15,20 +15,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_runtime import contract
+from trainer_runtime.capture.capturing import CONTENT_VERSION, Capturer
 from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import SHARDED
-from trainer_runtime.dist import Shared, do_on_all, is_main, rank, share_from_main, world_size
+from trainer_runtime.dist import Shared, do_on_all, is_main, local_rank, rank, share_from_main, world_size
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.manifest import SHARDS, parse_stem
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.rank_messages import open_rank_messages
 from trainer_runtime.resume import DirectoryOpener
-from trainer_runtime.saving import CONTENT_VERSION, Saver
+from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import factor_of, rescale
 from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
 from trainer_runtime.snapshot_load import read_from_memory
-from trainer_runtime.snapshots import begin_snapshots
+from trainer_runtime.snapshots import SnapshotTaker, open_snapshot_memory
 
 if TYPE_CHECKING:
     import mmap
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from trainer_runtime.position import Position
     from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.scaling import LrScaling
-    from trainer_runtime.snapshots import SnapshotTaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +117,32 @@ class Restorer:
             self.pos.saved = NOT_SAVED  # there is no checkpoint of this step
             self.pos.last_due = int(messages.broadcast("committed", lambda: str(self._opener.committed_step)))
         handoff = self._join_handoffs(messages)
+        seed = self._agree_on_seed(messages)
+        descriptor = open_snapshot_memory(self.channel, messages, has_load_hooks=bool(self.load_hooks))
+        capturer = Capturer(
+            self.contents,
+            self.pos,
+            seed=seed,
+            has_common=is_main() or (descriptor is not None and local_rank() == 0),
+            descriptor=descriptor,
+            report=lambda step: None if self.channel is None else self.channel.report_snapshot(step),
+        )
         saver = Saver(
             directory=self.directory,
             run=self.run,
             group=group,
             contents=self.contents,
+            capturer=capturer,
             pos=self.pos,
             # On rank 0 a thread waits on it, so it needs a connection of its own.
             exchange=Exchange(open_rank_messages(group, turn) if is_main() else messages, rank(), world_size()),
             writer=self._opener.writer,
             hooks=self.save_hooks,
             shards=self._open_shard_writer(messages, group, turn),
-            seed=self._agree_on_seed(messages),
         )
-        snapshots = begin_snapshots(saver, self.channel, messages, has_load_hooks=bool(self.load_hooks))
+        snapshots = None
+        if descriptor is not None and self.channel is not None:
+            snapshots = SnapshotTaker(capturer, self.channel, messages)
         return Restored(saver, snapshots, handoff)
 
     def _open_shard_writer(self, messages: RankMessages, group: int, turn: int) -> ShardWriter | None:

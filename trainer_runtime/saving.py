@@ -1,8 +1,9 @@
 """This rank's part in every save: rank 0 writes the common state, the other ranks hand over their own parts.
 
-What the ranks hold of sharded objects is written by each of them, on a thread (`capture/shard_writer.py`). Only rank 0
-knows whether a save succeeded. If one with shards did not, a later save has another number, for which all ranks hand
-over their parts again.
+A checkpoint is written from a copy in host memory: from the snapshot of the step, if one is taken then. What the ranks
+hold of sharded objects is written by each of them, on a thread (`capture/shard_writer.py`). Only rank 0 knows whether a
+save succeeded. If one with shards did not, a later save has another number, for which all ranks hand over their parts
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import weakref
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,26 +23,25 @@ from trainer_runtime.checkpoint import warn
 from trainer_runtime.contents import SHARDED
 from trainer_runtime.dist import world_size
 from trainer_runtime.exchange import script_line
-from trainer_runtime.hostcopy import HostCopier, is_ordinary
-from trainer_runtime.manifest import StoredFile, stem_of
+from trainer_runtime.hostcopy import is_ordinary
+from trainer_runtime.manifest import stem_of
 from trainer_runtime.phases import runtime_phase
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.structure import take_apart
 from trainer_runtime.values import as_numbers
-from trainer_runtime.writer import SAVE_ERRORS, warn_not_saved
+from trainer_runtime.writer import SAVE_ERRORS, Content, warn_not_saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from trainer_runtime.capture.capturing import Capturer
     from trainer_runtime.capture.shard_writer import ShardWriter
     from trainer_runtime.contents import Contents
     from trainer_runtime.exchange import Exchange
     from trainer_runtime.position import Position
-    from trainer_runtime.writer import Writer
-
-CONTENT_VERSION = 3
-
+    from trainer_runtime.snapshot_copy import Capture
+    from trainer_runtime.writer import Completed, Writer
 
 _AFTER_ERROR_S = 5.0
 """Seconds that a rank whose script ends with an error waits until its shards are written."""
@@ -92,27 +92,28 @@ class Saver:
     """Part of the checkpoints' names, like the group."""
     group: int
     contents: Contents
+    capturer: Capturer
     pos: Position
     exchange: Exchange
     writer: Writer | None
     """On rank 0; None on the other ranks."""
     hooks: Sequence[Callable[[Path], object]]
-    seed: int
     shards: ShardWriter | None
     """None: nothing is sharded."""
     _written: _Mark | None = field(default=None, init=False)
     """Of the state that was handed to the writer last."""
 
-    def check(self) -> None:
-        """Raise TypeError, with the name, if something could not be loaded back."""
-        self.contents.read_checked()
-        self.contents.parts.read_checked()
-        as_numbers(self.pos.metrics)
-
     @runtime_phase("save")
-    def save_if_free(self, handoff: int = 0) -> bool:
-        """Begin to save. If that is not possible, print a line on stderr with the reason and return False."""
+    def save_if_free(self, handoff: int = 0, *, capture: Capture | None = None) -> bool:
+        """Begin to save. If that is not possible, print a line on stderr with the reason and return False.
+
+        Args:
+            handoff: number of the handoff that the checkpoint is made for, or 0.
+            capture: the snapshot of this step, from which the checkpoint is written; None: a copy is made.
+        """
         pos = self.pos
+        if capture is None:
+            self.capturer.settle()
         if pos.at == pos.saved:
             return True
         if self.writer is not None and self.writer.is_busy():
@@ -123,7 +124,7 @@ class Saver:
             self._leave_out()
             return False
         try:
-            self._begin(handoff)
+            self._begin(handoff, capture)
         except OSError as error:
             # A full or missing disk must not stop the training; the older checkpoints are still there.
             warn_not_saved(pos.step, self.directory, error)
@@ -138,8 +139,10 @@ class Saver:
             only_if_changed: this step was saved before with another `save`. Leave it at that if nothing has changed;
                 rank 0 decides, and the others hand over their parts in any case.
         """
+        self.capturer.settle()
         if self.writer is None:
             self._begin(0)
+            self.capturer.settle()
             if self.shards is not None:
                 # If this rank alone fails, rank 0 does not save, and may wait for this rank to end.
                 self.shards.finish(None if sys.exception() is None else _AFTER_ERROR_S)
@@ -160,6 +163,7 @@ class Saver:
                 raise  # the other ranks have no copy of their shards any more, and regard this save as done
             self._try_again()
         self._begin(0)
+        self.capturer.settle()
         self.writer.finish()
 
     @runtime_phase("save")
@@ -170,6 +174,7 @@ class Saver:
         """
         if not self.save_if_free(number):
             return False
+        self.capturer.settle()
         if self.writer is None:
             return self.shards is None or self.shards.finish()
         self.writer.wait_for_disk()
@@ -190,7 +195,7 @@ class Saver:
         if self.shards is None:
             self.pos.saved = NOT_SAVED
 
-    def _begin(self, handoff: int) -> None:
+    def _begin(self, handoff: int, capture: Capture | None = None) -> None:
         """Hand over the last committed step to be written, unless that was done already."""
         pos = self.pos
         if pos.at == pos.saved:
@@ -198,48 +203,77 @@ class Saver:
         if self.writer is None:
             self.exchange.post_part(pos.at, self.contents.parts.read_checked())
             if self.shards is not None:
-                self.shards.begin(pos.at, stem_of(self.run, self.group, *pos.at))
+                self.shards.finish()  # before a copy is made, so that at most one is made for a checkpoint
+                self.shards.begin(pos.at, stem_of(self.run, self.group, *pos.at), capture or self._capture())
         else:
             try:
-                self._write(self.writer, handoff)
+                self._write(self.writer, handoff, capture)
             except Exception:
                 self._leave_out()  # the others wait for what rank 0 proposes
                 raise
         pos.saved = pos.at
 
-    def _write(self, writer: Writer, handoff: int) -> None:
-        at = self.pos.at
-        part = self.contents.parts.read_checked()
-        self.contents.read_checked()
-        where = script_line()
-        plain = {} if self.contents.shards is None else {SHARDED: self.contents.shards.plain()}
-        copied = HostCopier().copy({**self.common(), **plain, "ranks": [part]})
+    def _write(self, writer: Writer, handoff: int, capture: Capture | None) -> None:
+        metrics = as_numbers(self.pos.metrics)
+        self.contents.check_outlines()
+        content = _Captured(capture or self._capture(), self.pos.at, self.exchange, self.shards, script_line())
         self._written = _Mark(self.contents)
-        own = copied["ranks"]
-        shards = self.shards
+        try:
+            writer.write(
+                content,
+                step=self.pos.step,
+                save=self.pos.save,
+                world_size=world_size(),
+                metrics=metrics,
+                hooks=self.hooks,
+                handoff=handoff,
+            )
+        except BaseException:
+            content.release()
+            raise
 
-        def complete(private: Path) -> tuple[dict[str, Any], tuple[StoredFile, ...]]:
-            parts = {"ranks": own + self.exchange.collect(at, where)}
-            return parts, () if shards is None else shards.complete(at, private)
+    def _capture(self) -> Capture:
+        """Copy the state for this checkpoint alone."""
+        return self.capturer.copy(self.capturer.flatten(), is_snapshot=False)
 
-        writer.write(
-            copied,
-            step=self.pos.step,
-            save=self.pos.save,
-            world_size=world_size(),
-            metrics=as_numbers(self.pos.metrics),
-            hooks=self.hooks,
-            handoff=handoff,
-            prepare=lambda private: None if shards is None else shards.offer(at, private),
-            complete=complete,
-        )
 
-    def common(self) -> dict[str, Any]:
-        """Return the state that is equal on all ranks, as it is now."""
-        return {
-            "v": CONTENT_VERSION,
-            "world_size": world_size(),
-            "seed": self.seed,
-            "position": self.pos.read(),
-            "objects": self.contents.read(),
-        }
+class _Captured(Content):
+    """A captured State, with the parts of the other ranks.
+
+    Args:
+        capture: the copy, leased until `release`.
+        at: step and save.
+        exchange: provides the other ranks' parts.
+        shards: writes what the ranks hold of sharded objects; None: nothing is sharded.
+        where: the line of the script that committed the step.
+    """
+
+    def __init__(
+        self, capture: Capture, at: tuple[int, int], exchange: Exchange, shards: ShardWriter | None, where: str
+    ) -> None:
+        super().__init__({})
+        self._capture = capture
+        self._at = at
+        self._exchange = exchange
+        self._shards = shards
+        self._where = where
+        capture.lease()
+
+    def prepare(self, private: Path) -> None:
+        if self._shards is not None:
+            self._shards.offer(self._at, private)
+
+    def read(self, private: Path) -> Completed:
+        content, part = self._capture.read()
+        captured = part.pop(SHARDED, None)
+        content["ranks"] = [part, *self._exchange.collect(self._at, self._where)]
+        if self._shards is None:
+            return content, ()
+        content[SHARDED] = self._shards.objects.plain_of(captured)
+        return content, self._shards.complete(self._at, private, captured)
+
+    def require_unchanged(self) -> None:
+        self._capture.require_unchanged()
+
+    def release(self) -> None:
+        self._capture.release()

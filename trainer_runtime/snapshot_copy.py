@@ -1,4 +1,4 @@
-"""Copying of a snapshot's storages: what may change at any moment before `commit` returns, the rest during training.
+"""Copying of a State's storages: what may change at any moment before `commit` returns, the rest during training.
 
 An optimizer's step changes its parameters and the state it keeps for them; usually nothing else changes these. So a
 thread may copy them during the next forward and backward passes, and the next optimizer step waits for that thread.
@@ -9,18 +9,23 @@ An optimizer's hook reports its steps. A CUDA graph that contains the step calls
 only what belongs to an optimizer whose hook was called since the last snapshot is left to the thread, and nothing once
 a step was captured.
 
-A script may break the rule and change a parameter by hand. The tensors' version counters show that: the snapshot is
-dropped, and from then on everything is copied before `commit` returns.
+A script may break the rule and change a parameter by hand. The tensors' version counters show that: the copy is
+dropped, and from then on everything is copied before `commit` returns. The counters are compared before the next
+optimizer step. A checkpoint that is written from the copy does not wait for that if it comes late, as after an
+evaluation: it lets the main thread compare them as soon as it runs Python code.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +33,8 @@ from torch.optim import Optimizer
 
 from trainer_runtime.capture.local import is_sharded, local_of
 from trainer_runtime.checkpoint import warn
+from trainer_runtime.main_thread import MainThreadCall
+from trainer_runtime.snapshot_memory import read_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -46,12 +53,89 @@ _MOST_SPLITS = 16
 """Splits that are remembered: with several optimizers, different ones may step each time."""
 
 
+class ChangedError(Exception):
+    """A copy is not what was there at the commit."""
+
+
+class Capture:
+    """A copy of this rank's State in a slot of its memory, which is complete at the latest after the next `join`.
+
+    Args:
+        begun: the copy.
+        memory: the memory that it is in.
+        copying: tells whether nothing was changed while it was copied; None: it is copied.
+        versions: returns the version counters now of what is copied by a thread.
+    """
+
+    def __init__(
+        self,
+        begun: Unfinished,
+        memory: SnapshotMemory,
+        copying: Future[bool] | None = None,
+        versions: Callable[[], list[int]] = list,
+    ) -> None:
+        self.begun = begun
+        self._memory = memory
+        self._copying = copying
+        self._is_of_main_thread = threading.current_thread() is threading.main_thread()
+        self._versions = versions
+        self._versions_then = versions()
+        # Its `put` may interrupt another one.
+        self._verdicts: SimpleQueue[bool] = SimpleQueue()
+        if copying is None:
+            self._verdicts.put(True)
+
+    def lease(self) -> None:
+        """Keep the copy as it is until `release`."""
+        self._memory.lease(self.begun)
+
+    def release(self) -> None:
+        """Let the copy be replaced. May be called on any thread."""
+        self._memory.release(self.begun)
+
+    def read(self) -> tuple[Any, Any]:
+        """Wait for the copy; return the common part, or None, and this rank's own part, as views of the memory.
+
+        Called by the thread that writes.
+        """
+        if self._copying is not None:
+            self._copying.result()
+        return read_copy(self.begun)
+
+    def require_unchanged(self) -> None:
+        """Wait until it is known that nothing was changed while it was copied; ChangedError if something was.
+
+        Called once, by the thread that writes, after `read`.
+        """
+        call = MainThreadCall(self._compare)
+        if self._verdicts.empty() and self._is_of_main_thread:
+            call.request()
+        if not self._verdicts.get():
+            raise ChangedError(
+                "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step while "
+                "they were copied"
+            )
+
+    def is_unchanged(self) -> bool:
+        """Return whether no tensor was changed since the copy began."""
+        return self._versions() == self._versions_then
+
+    def settle(self, *, is_right: bool) -> None:
+        """Note whether the copy is right; only the first call counts."""
+        self._verdicts.put(is_right)
+
+    def _compare(self) -> None:
+        """On the main thread, after everything was copied."""
+        if self.is_unchanged():
+            self._verdicts.put(True)
+
+
 class SnapshotCopier:
-    """Copies one snapshot after another.
+    """Makes one copy after another.
 
     Args:
         contents: the objects whose optimizers determine what may be copied later.
-        memory: memory for the snapshots.
+        memory: memory for the copies.
         report: called with the step of each complete snapshot, possibly on another thread.
     """
 
@@ -73,15 +157,13 @@ class SnapshotCopier:
         self._layouts: tuple[Layout | None, ...] = ()
         self._splits: dict[frozenset[Optimizer], _Split] = {}
         """Splits of these layouts, by the optimizers that have stepped."""
-        self._tensors: list[torch.Tensor] = []
-        """Tensors that must not change while they are copied; `_versions` has their version counters at the commit."""
-        self._versions: list[int] = []
+        self._newest: Capture | None = None
         self._waited_s = 0.0
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._on_step)
 
-    def copy(self, begun: Unfinished) -> None:
-        """Copy a snapshot, and finish it when all is copied."""
+    def copy(self, begun: Unfinished) -> Capture:
+        """Make a copy; if it is a snapshot, finish it when all is copied. `join` comes first."""
         all_sources = [*begun.part.sources, *begun.common.sources]
         all_targets = [*begun.part.targets, *begun.common.targets]
         split = self._split_up(begun.part.layout, begun.common.layout)
@@ -89,11 +171,24 @@ class SnapshotCopier:
         _copy(split.now(all_sources), split.now(all_targets))
         if not split.tensors:
             self._finish(begun)
-            return
+            return Capture(begun, self._memory)
         sources, targets = split.later(all_sources), split.later(all_targets)
-        self._tensors, self._versions = split.tensors, _versions(split.tensors)
-        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _record_events(split.gpus))
+        read_versions = partial(_versions, split.tensors)
+        versions, events = read_versions(), _record_events(split.gpus)
+
+        def copy_later() -> bool:
+            self._copy_later(begun, sources, targets, events)
+            return read_versions() == versions
+
+        self._copying = self._pool.submit(copy_later)
+        self._newest = Capture(begun, self._memory, self._copying, read_versions)
         self._finishing = self._pool.submit(self._finish_later, begun, self._copying)
+        return self._newest
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a thread may be copying, so that training waits for it before it changes something."""
+        return self._copying is not None
 
     def join(self) -> None:
         """Wait until the last snapshot is finished or dropped."""
@@ -104,23 +199,27 @@ class SnapshotCopier:
 
     def _join_copying(self) -> None:
         """Wait until nothing is being copied, so that tensors may be changed."""
-        copying, self._copying = self._copying, None
-        if copying is None:
+        (copying, self._copying), (newest, self._newest) = (self._copying, None), (self._newest, None)
+        if copying is None or newest is None:
             return
+        is_right = False
         try:
             self._wait(copying)
+            is_right = newest.is_unchanged()
         except BaseException:
             self._finishing = None  # it would raise the same error again
             raise
-        if _versions(self._tensors) == self._versions:
+        finally:
+            newest.settle(is_right=is_right)
+        if is_right:
             return
         finishing, self._finishing = self._finishing, None
         if finishing is not None and self._wait(finishing):
-            self._memory.revoke()
+            self._memory.revoke(newest.begun)
         self._defer_no_more()
         warn(
-            "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step, so a "
-            "snapshot was dropped; from now on they are copied before commit() returns, which takes longer"
+            "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step, so a copy "
+            "of them was dropped; from now on they are copied before commit() returns, which takes longer"
         )
 
     def _wait(self, future: Future[bool]) -> bool:
@@ -175,26 +274,24 @@ class SnapshotCopier:
         sources: _Tensors,
         targets: _Tensors,
         events: list[torch.cuda.Event],
-    ) -> bool:
-        """On the thread: copy the rest; return whether nothing was changed meanwhile."""
+    ) -> None:
+        """On the thread: copy the rest."""
         if events:
             torch.cuda.set_device(events[0].device)  # else this thread would take memory on the first GPU
             self._memory.pin(begun, events[0].device)
             _copy_on_streams(sources, targets, events)
         else:
             _copy(sources, targets)
-        return _versions(self._tensors) == self._versions
 
     def _finish_later(self, begun: Unfinished, copying: Future[bool]) -> bool:
-        """On the thread, after the copy: finish the snapshot if it is right; return whether it is."""
-        if not copying.result():
-            return False
-        self._finish(begun)
-        return True
+        """On the thread, after the copy: finish a snapshot if it is right; return whether it is one."""
+        return copying.result() and self._finish(begun)
 
-    def _finish(self, begun: Unfinished) -> None:
-        self._memory.finish(begun)
-        self._report(begun.step)
+    def _finish(self, begun: Unfinished) -> bool:
+        if begun.is_snapshot:
+            self._memory.finish(begun)
+            self._report(begun.step)
+        return begun.is_snapshot
 
 
 @dataclass(frozen=True, slots=True)

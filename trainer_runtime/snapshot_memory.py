@@ -1,8 +1,11 @@
-"""A rank's side of the memory that its agent holds: two snapshots, of which one is complete at any moment.
+"""A rank's side of the memory for copies of its State, of which one is a complete snapshot at any moment.
 
-`snapshot_page` has the layout. Each slot has an area of its own, twice as large as its first snapshot: pages that are
-not written take no memory. A snapshot that no longer fits gets a new area behind the others, and the memory of the old
-area is freed.
+Usually this is the memory that the agent holds. Without an agent, or without snapshots, it is a memory of this process,
+for the copies from which checkpoints are written.
+
+`snapshot_page` has the layout. Each slot has an area of its own, twice as large as its first copy: pages that are not
+written take no memory. A copy that no longer fits gets a new area behind the others, and the memory of the old area is
+freed. A slot that is leased is not filled again: a checkpoint is being written from it.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer_runtime import contract
+from trainer_runtime.flat import unflatten
 from trainer_runtime.pinned_memory import PinnedMemory
 from trainer_runtime.snapshot_page import (
     HEADER_BYTES,
+    KEPT,
     MEMORY_NAME,
     SLOTS,
     Slot,
@@ -35,7 +40,23 @@ if TYPE_CHECKING:
     from trainer_runtime.flat import Flattened, Layout
 
 _WORDS = 2**64
-_NOWHERE = (0, 0)
+_OWN_SLACK_BYTES = 1 << 20
+"""What a copy may grow by before it gets another memory of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Area:
+    """The memory of a slot."""
+
+    at: int
+    """Offset in the agent's memory."""
+    map: mmap.mmap
+    bytes: torch.Tensor
+    """Uint8, all of the map."""
+
+
+def _area(at: int, memory: mmap.mmap) -> _Area:
+    return _Area(at, memory, torch.frombuffer(memory, dtype=torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,60 +72,74 @@ class MemoryPiece:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A snapshot whose sources are still to be copied."""
+    """A copy whose sources are still to be copied."""
 
     index: int
+    area: _Area
     step: int
     world_size: int
+    is_snapshot: bool
+    """False: other ranks may have no copy of the same moment, so nothing is restored from it."""
     common: MemoryPiece
     part: MemoryPiece
 
 
 class SnapshotMemory:
-    """The memory for this rank's snapshots.
+    """The memory for copies of this rank's State.
 
     Args:
-        descriptor: descriptor of the agent's memory. Snapshots of earlier States of this process are cleared.
+        descriptor: descriptor of the agent's memory; None: memory of this process is used. Snapshots of earlier States
+            of this process are cleared.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # child processes of the script must not inherit it
-        used = os.fstat(descriptor).st_size
-        os.ftruncate(descriptor, max(used, HEADER_BYTES))
+    def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
-        self._areas: list[tuple[int, int]] = [_NOWHERE] * SLOTS
-        self._seq = 0
+        self._areas: list[_Area | None] = [None] * SLOTS
+        self._seqs = [0] * SLOTS
+        self._leased: set[int] = set()
         self.newest = 0
         """Step of the snapshot that was finished last; 0: there is none, or it was revoked."""
         self._pinned = PinnedMemory()
         # Else CUDA would copy into these pages for whatever is mapped at their address later.
         weakref.finalize(self, self._pinned.unpin_all).atexit = False
         self._known: dict[tuple[int, str], tuple[Layout, int, list[torch.Tensor]]] = {}
-        self._map_all()
-        clear_header(self._map)
-        if used > HEADER_BYTES:
-            self._map.madvise(mmap.MADV_REMOVE, HEADER_BYTES, used - HEADER_BYTES)
+        if descriptor is None:
+            self._header = mmap.mmap(-1, HEADER_BYTES)
+        else:
+            os.set_inheritable(descriptor, False)  # child processes of the script must not inherit it
+            used = os.fstat(descriptor).st_size
+            os.ftruncate(descriptor, max(used, HEADER_BYTES))
+            if used > HEADER_BYTES:
+                mmap.mmap(descriptor, used).madvise(mmap.MADV_REMOVE, HEADER_BYTES)
+            self._header = mmap.mmap(descriptor, HEADER_BYTES)
+        clear_header(self._header)
 
-    def begin(self, step: int, world_size: int, common: Flattened | None, part: Flattened) -> Unfinished:
-        """Begin to replace the older of the two snapshots; writes only its values.
+    def begin(
+        self, step: int, world_size: int, common: Flattened | None, part: Flattened, *, is_snapshot: bool = True
+    ) -> Unfinished:
+        """Begin to replace the oldest copy; writes only its values.
 
         Args:
             step: the step after which the snapshot is taken.
             world_size: number of ranks.
             common: the state that is equal on all ranks; None if another rank of this node writes it.
             part: this rank's own part.
+            is_snapshot: count it as a snapshot once it is finished.
         """
-        index = self._seq % SLOTS
+        free = [index for index in range(SLOTS) if index not in self._leased]
+        index = min(free[:KEPT] if is_snapshot else free, key=self._seqs.__getitem__)
+        self._seqs[index] = 0
         common_bytes = common.bytes if common is not None else 0
-        empty_slot(self._map, index)
-        common_at = self._make_room(index, common_bytes + part.bytes)
-        part_at = common_at + common_bytes
+        empty_slot(self._header, index)
+        area = self._make_room(index, common_bytes + part.bytes)
         return Unfinished(
             index,
+            area,
             step,
             world_size,
-            self._begin_piece((index, "common"), common, self._bytes[common_at:part_at]),
-            self._begin_piece((index, "part"), part, self._bytes[part_at:][: part.bytes]),
+            is_snapshot,
+            self._begin_piece((index, "common"), area, common, area.bytes[:common_bytes]),
+            self._begin_piece((index, "part"), area, part, area.bytes[common_bytes:][: part.bytes]),
         )
 
     def pin(self, begun: Unfinished, device: torch.device) -> None:
@@ -113,63 +148,86 @@ class SnapshotMemory:
         A slot's next snapshot has the same place and about the same size, so this takes time for the first ones only.
         """
         common, part = begun.common.where, begun.part.where  # side by side
-        capacity = self._areas[begun.index][1]
-        self._pinned.pin(begun.index, common.data_ptr(), common.nbytes + part.nbytes, capacity, device)
+        self._pinned.pin(begun.index, common.data_ptr(), common.nbytes + part.nbytes, len(begun.area.map), device)
 
     def finish(self, begun: Unfinished) -> None:
         """Mark a snapshot as complete, once its sources have been copied. May be called on another thread."""
         slot = Slot(
-            seq=self._seq + 1,
+            seq=max(self._seqs) + 1,
             step=begun.step,
             world_size=begun.world_size,
-            common_at=int(begun.common.where.storage_offset()),
+            common_at=begun.area.at + int(begun.common.where.storage_offset()),
             common_bytes=len(begun.common.where),
             common_sum=checksum(begun.common.where),
-            part_at=int(begun.part.where.storage_offset()),
+            part_at=begun.area.at + int(begun.part.where.storage_offset()),
             part_bytes=len(begun.part.where),
             part_sum=checksum(begun.part.where),
         )
-        fill_slot(self._map, begun.index, slot)
-        self._seq += 1
+        fill_slot(self._header, begun.index, slot)
+        self._seqs[begun.index] = slot.seq
         self.newest = begun.step
 
-    def revoke(self) -> None:
+    def revoke(self, begun: Unfinished) -> None:
         """Discard the snapshot that was finished last."""
-        self._seq -= 1
         self.newest = 0
-        empty_slot(self._map, self._seq % SLOTS)
+        self._seqs[begun.index] = 0
+        empty_slot(self._header, begun.index)
 
-    def _begin_piece(self, place: tuple[int, str], flattened: Flattened | None, where: torch.Tensor) -> MemoryPiece:
+    def lease(self, begun: Unfinished) -> None:
+        """Keep a copy as it is until `release`. At most one is leased at a time."""
+        self._leased.add(begun.index)
+
+    def release(self, begun: Unfinished) -> None:
+        """Let a leased copy be replaced. May be called on another thread."""
+        self._leased.discard(begun.index)
+
+    def _begin_piece(
+        self, place: tuple[int, str], area: _Area, flattened: Flattened | None, where: torch.Tensor
+    ) -> MemoryPiece:
         if flattened is None:
             return MemoryPiece(where)
-        flattened.write_values(self._map, int(where.storage_offset()))
+        flattened.write_values(area.map, int(where.storage_offset()))
         layout, begin = flattened.layout, where.data_ptr()
         known = self._known.get(place)
         if known is None or known[0] is not layout or known[1] != begin:  # usually the same each time
             known = self._known[place] = layout, begin, flattened.targets(where)
         return MemoryPiece(where, layout, layout.sources, known[2])
 
-    def _make_room(self, index: int, size: int) -> int:
-        """Return the offset of `size` bytes in this slot's area, or in a new area."""
-        at, capacity = self._areas[index]
-        if size <= capacity:
-            return at
-        self._pinned.unpin_all()
-        if capacity:
-            self._map.madvise(mmap.MADV_REMOVE, at, capacity)
-        end, capacity = len(self._map), -(-2 * size // mmap.PAGESIZE) * mmap.PAGESIZE
-        # At first for all slots: after each new mapping, the first access to every page is slow once more.
-        wanting = [index] if self._areas != [_NOWHERE] * SLOTS else range(SLOTS)
-        for slot in wanting:
-            self._areas[slot] = end, capacity
-            end += capacity
-        os.ftruncate(self._descriptor, end)
-        self._map_all()
-        return self._areas[index][0]
+    def _make_room(self, index: int, size: int) -> _Area:
+        """Return this slot's area, or a new one with room for `size` bytes."""
+        area = self._areas[index]
+        if area is not None and size <= len(area.map):
+            return area
+        self._pinned.unpin(index)
+        if self._descriptor is None:
+            area = _area(0, mmap.mmap(-1, size + _OWN_SLACK_BYTES))
+        else:
+            if area is not None:
+                area.map.madvise(mmap.MADV_REMOVE)
+            end = _whole_pages(os.fstat(self._descriptor).st_size)
+            capacity = _whole_pages(2 * size)
+            os.ftruncate(self._descriptor, end + capacity)
+            area = _area(end, mmap.mmap(self._descriptor, capacity, offset=end))
+        self._areas[index] = area
+        return area
 
-    def _map_all(self) -> None:
-        self._map = mmap.mmap(self._descriptor, 0)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def read_copy(begun: Unfinished) -> tuple[Any, Any]:
+    """Return the common part, or None, and this rank's own part, once the sources have been copied.
+
+    Their tensors are views of the memory, whose slot must be leased. May be called on another thread.
+    """
+    common, part = (_view(begun.area.map, piece.where) for piece in (begun.common, begun.part))
+    return (unflatten(common) if common else None), unflatten(part)
+
+
+def _view(memory: mmap.mmap, where: torch.Tensor) -> memoryview:
+    at = int(where.storage_offset())
+    return memoryview(memory)[at : at + len(where)]
 
 
 def checksum(data: torch.Tensor) -> int:

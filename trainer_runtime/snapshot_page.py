@@ -1,12 +1,14 @@
 """Layout of the memory that a rank writes its snapshots into. Also imported by the agent, so without torch.
 
 The agent creates an empty memfd for each rank and keeps it after the process has exited, which is the purpose of
-snapshots. The rank sets its size: a header of `HEADER_BYTES`, then the bytes of two snapshots at any offsets. The
-header consists of unsigned 64-bit little-endian integers: the layout's version, then two slots with the fields of
+snapshots. The rank sets its size: a header of `HEADER_BYTES`, then the bytes of its snapshots at any offsets. The
+header consists of unsigned 64-bit little-endian integers: the layout's version, then `SLOTS` slots with the fields of
 `Slot` in their order.
 
-The rank empties the older slot (`seq` 0), writes the bytes, then the fields, and `seq` last. So one of the two slots is
-complete at any moment, whenever the process is killed; the one with the larger `seq` is newer. A reader that runs
+Two slots take turns. While a checkpoint is written from one of them, the third takes its turn. The rank empties an old
+slot (`seq` 0), writes the bytes, then the fields, and `seq` last. So one slot is complete at any moment, whenever the
+process is killed; the one with the largest `seq` is the newest. A slot with `seq` 0 may hold a copy that is only
+written to a checkpoint: one that other ranks do not have. A reader that runs
 beside the rank compares `seq` before and after. The checksum is the sum of the bytes as little-endian 64-bit words,
 padded with zeros, modulo 2**64: at the speed of a copy it detects memory that is torn or not a snapshot.
 """
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
     import mmap
 
 HEADER_BYTES = 4096
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MEMORY_NAME = "elastic-agent:snapshot"
 """Prefix of the memfd's name, by which a process checks that the descriptor number still refers to it."""
 
-SLOTS = 2
+SLOTS = 3
+KEPT = 2
+"""Slots that are in use while no checkpoint is written."""
+
 _U64 = struct.Struct("<Q")
 
 
@@ -66,7 +71,7 @@ def read_slots(fd: int) -> tuple[Slot, ...]:
 
 
 def clear_header(memory: mmap.mmap) -> None:
-    """Write a header with two empty slots."""
+    """Write a header with empty slots."""
     memory[:HEADER_BYTES] = _U64.pack(LAYOUT_VERSION) + bytes(HEADER_BYTES - _U64.size)
 
 

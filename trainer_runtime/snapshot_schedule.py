@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer_runtime.snapshot_page import SLOTS
+from trainer_runtime.snapshot_page import KEPT
 
 _OFF = "off"
 _MOST_SNAPSHOTS = 64
@@ -36,7 +36,7 @@ def first_schedule(step: int) -> Schedule:
     The first snapshot in each slot allocates memory that later ones reuse, and is waited for as long as it takes: its
     cost shows in the cost of the next one. One more snapshot then costs what all later ones will.
     """
-    return Schedule(step, 1, step + SLOTS + 1)
+    return Schedule(step, 1, step + KEPT + 1)
 
 
 def next_schedule(number: int, step: int, *, cost_s: float, step_s: float, overhead: float) -> Schedule:

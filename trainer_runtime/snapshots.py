@@ -19,13 +19,11 @@ import torch.distributed as dist
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
-from trainer_runtime.dist import is_main, local_rank, world_size
-from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
+from trainer_runtime.dist import is_main
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import phase_time_s
-from trainer_runtime.snapshot_copy import SnapshotCopier
-from trainer_runtime.snapshot_memory import SnapshotMemory, snapshot_descriptor
-from trainer_runtime.snapshot_page import SLOTS
+from trainer_runtime.snapshot_memory import snapshot_descriptor
+from trainer_runtime.snapshot_page import KEPT
 from trainer_runtime.snapshot_schedule import (
     Schedule,
     first_schedule,
@@ -36,8 +34,9 @@ from trainer_runtime.snapshot_schedule import (
 
 if TYPE_CHECKING:
     from trainer_runtime.agent_channel import AgentChannel
+    from trainer_runtime.capture.capturing import Capturer, FlatState
     from trainer_runtime.rank_messages import RankMessages
-    from trainer_runtime.saving import Saver
+    from trainer_runtime.snapshot_copy import Capture
 
 NEVER = sys.maxsize
 _LEAST_STEP_S = 1e-6
@@ -75,23 +74,15 @@ class SnapshotTaker:
     """Takes this rank's snapshots.
 
     Args:
-        saver: provides the state to copy.
-        memory: memory for the snapshots.
+        capturer: copies the state into the agent's memory.
         channel: channel to the agent.
         messages: connection to the rank store.
-        overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
     """
 
-    def __init__(
-        self, saver: Saver, memory: SnapshotMemory, channel: AgentChannel, messages: RankMessages, *, overhead: float
-    ) -> None:
-        self._saver = saver
-        self._memory = memory
-        self._copier = SnapshotCopier(saver.contents, memory, channel.report_snapshot)
-        self._common, self._part = Flattener(), Flattener()
+    def __init__(self, capturer: Capturer, channel: AgentChannel, messages: RankMessages) -> None:
+        self._capturer = capturer
         self._messages = messages
-        self._overhead = overhead
-        self._has_common = local_rank() == 0
+        self._overhead = _overhead()
         self._held_bytes = channel.restored_snapshot_bytes()
         """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
         self._limit: int | None = None
@@ -103,29 +94,35 @@ class SnapshotTaker:
         self.due = 0
         """The step after which the next snapshot is due; 0: after the next step."""
 
-    def take(self, step: int) -> None:
+    def take(self, step: int, *, is_saved: bool) -> Capture | None:
         """Take the snapshot that is due after this step, and find out when the next one is due.
+
+        Args:
+            step: number of committed steps.
+            is_saved: a checkpoint of this step is due, on all ranks. It is written from a snapshot, so one is taken.
+
+        Returns:
+            The snapshot; None if there is none of this step.
 
         Raises:
             TypeError: something in the State could not be loaded back; the message has its name.
             torch.distributed.DistError: this rank, unlike others, can no longer reach the store.
         """
+        if step < self.due and not (is_saved and self.due < NEVER):
+            return None
         if self._store_error is not None:
             raise self._store_error
-        self._copier.join()
+        self._capturer.settle()
         began = time.monotonic()
-        has_room = self._copy_state(step)
-        self._period.costs_s.append(time.monotonic() - began + self._copier.take_waited_s())
-        if not has_room:
+        capture = self._copy_state()
+        self._period.costs_s.append(time.monotonic() - began + self._capturer.take_waited_s())
+        if capture is None:
             self._stop()
         elif self._schedule is None or step >= self._schedule.until:
             self._settle(step)
         else:
             self.due = self._schedule.after(step)
-
-    def settle(self) -> None:
-        """Wait until nothing is being copied."""
-        self._copier.join()
+        return capture
 
     def take_and_wait(self, step: int) -> bool:
         """Take a snapshot of a step after which all ranks are quiesced; return whether it is complete.
@@ -133,32 +130,24 @@ class SnapshotTaker:
         Raises:
             TypeError: as `take`.
         """
-        self._copier.join()
-        if self.due == NEVER or not self._copy_state(step):
+        self._capturer.settle()
+        if self.due == NEVER or self._copy_state() is None:
             return False
-        self._copier.join()
-        return self._memory.newest == step
+        self._capturer.settle()
+        return self._capturer.newest == step
 
-    def _copy_state(self, step: int) -> bool:
-        """Copy the state and report it to the agent; False if there is no room for it."""
-        try:
-            common = self._common.flatten(self._saver.common()) if self._has_common else None
-            part = self._part.flatten(self._saver.contents.read_part())
-        except UnknownKindError:
-            self._saver.check()  # raises an error with the name
-            raise
-        if not self._fits(common, part):
-            return False
-        self._copier.copy(self._memory.begin(step, world_size(), common, part))
-        return True
+    def _copy_state(self) -> Capture | None:
+        """Copy the state and report it to the agent; None if there is no room for it."""
+        state = self._capturer.flatten()
+        return self._capturer.copy(state, is_snapshot=True) if self._fits(state) else None
 
-    def _fits(self, common: Flattened | None, part: Flattened) -> bool:
+    def _fits(self, state: FlatState) -> bool:
         """Return whether the snapshots of this node's ranks stay within the limit, if all parts are as large."""
         if self._limit is None:
             given = os.environ.get(contract.SNAPSHOT_MEMORY)
             self._limit = int(given) if given else self._half_of_what_is_free()
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        size = SLOTS * ((common.bytes if common is not None else 0) + ranks_here * part.bytes)
+        size = KEPT * ((state.common.bytes if state.common is not None else 0) + ranks_here * state.part.bytes)
         if size > self._limit:
             warn(
                 f"no snapshots in memory: they would take {size >> 20} MiB on this node, and may take "
@@ -204,23 +193,19 @@ class SnapshotTaker:
         _end(self._messages, self._settled)
 
 
-def begin_snapshots(
-    saver: Saver, channel: AgentChannel | None, messages: RankMessages, *, has_load_hooks: bool
-) -> SnapshotTaker | None:
-    """Return the object that takes this rank's snapshots; None if there are none.
+def open_snapshot_memory(channel: AgentChannel | None, messages: RankMessages, *, has_load_hooks: bool) -> int | None:
+    """Return the descriptor of the agent's memory for this rank's snapshots; None if there are none.
 
     All ranks follow rank 0, whose hooks are the ones that count: at each settlement they wait for its schedule.
 
     Args:
-        saver: provides the state to copy.
         channel: channel to the agent; None without an agent.
         messages: connection to the rank store.
         has_load_hooks: the script also resumes from files of its own, which are in no snapshot.
     """
     if channel is None:
         return None
-    overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
-    descriptor = snapshot_descriptor() if overhead > 0 else None
+    descriptor = snapshot_descriptor() if _overhead() > 0 else None
     are_taken = messages.broadcast(
         "snapshots/are", lambda: str(descriptor is not None and _can_resume(has_load_hooks=has_load_hooks))
     )
@@ -229,8 +214,12 @@ def begin_snapshots(
     if descriptor is None:
         warn("no snapshots in memory: rank 0's agent takes some, and this node's none; give all the same options")
         _end(messages, 0)
-        return None
-    return SnapshotTaker(saver, SnapshotMemory(descriptor), channel, messages, overhead=overhead)
+    return descriptor
+
+
+def _overhead() -> float:
+    """Return the largest share of the steps' time that snapshots may take, from 0 to 1."""
+    return float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
 
 
 def _can_resume(*, has_load_hooks: bool) -> bool:

@@ -347,8 +347,8 @@ class State:
         operations make meanwhile, but not those through `.data` or a NumPy view. Entering `tr.phase` and the end of
         `steps` wait as well.
         """
-        if self._snapshots is not None:
-            self._snapshots.settle()
+        if self._saver is not None:
+            self._saver.capturer.settle()
 
     def save(self) -> None:
         """Save durably and wait until the checkpoint is committed. Call it on every rank.
@@ -386,20 +386,21 @@ class State:
         pos, saver = self._pos, self._require_restored()
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and involves only rank 0.
-            saver.check()
+            saver.capturer.check()
             self._sources.note_commit()
         with exit_without_restart(self._channel):
             self._sources.check()
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel
             self._channel.report_first_step(pos.step)
             self._channel.release_restored_snapshot()
-        if pos.step // self._save_every > pos.last_due // self._save_every:  # at once, if the last group missed one
+        # At once, if the last group missed one.
+        is_save_due = pos.step // self._save_every > pos.last_due // self._save_every
+        snapshot = None if self._snapshots is None else self._snapshots.take(pos.step, is_saved=is_save_due)
+        if is_save_due:
             pos.last_due = self._saved_step = pos.step
-            saver.save_if_free()
+            saver.save_if_free(capture=snapshot)
         pos.due = (pos.step // self._save_every + 1) * self._save_every
         if self._snapshots is not None:
-            if pos.step >= self._snapshots.due:
-                self._snapshots.take(pos.step)
             pos.due = min(pos.due, self._snapshots.due)
 
     def _warn_of_no_item(self) -> None:

@@ -4,9 +4,9 @@ All files of a checkpoint are written and flushed to disk in a directory with a 
 the checkpoint is committed, and one rename gives the directory its final name, which cannot be in use yet. Any failure
 before that leaves the older checkpoints as they were, and the attempt removes its private directory.
 
-Training does not wait: it hands over a copy of its state, and a thread does the rest, one checkpoint at a time. So
-there is at most one copy. If the next save is due while the disk is still busy with this one, training waits for the
-disk. If it is due while this one waits for its verdict, the next one is skipped, because that may take an hour.
+Training does not wait: it hands over a copy of its state, and a thread does the rest, one checkpoint at a time. If the
+next save is due while the disk is still busy with this one, training waits for the disk. If it is due while this one
+waits for its verdict, the next one is skipped, because that may take an hour.
 
 Under an agent the commit is a record of the job, written only while this group is the current one: see
 `agent_channel.py`. Without an answer the checkpoint may or may not be committed, so its files stay. Once committed, it
@@ -55,6 +55,7 @@ from trainer_runtime.contract import MAX_KEEP
 from trainer_runtime.manifest import EXTRA, MANIFEST, SHARDS, Manifest, StoredFile, encode, private_name, stem_of
 from trainer_runtime.rank_messages import NoMessageError
 from trainer_runtime.record import CommittedCheckpoint, StateId
+from trainer_runtime.snapshot_copy import ChangedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
 Completed = tuple[dict[str, Any], tuple[StoredFile, ...]]
 
-SAVE_ERRORS = (OSError, NoMessageError)
+SAVE_ERRORS = (OSError, NoMessageError, ChangedError)
 """Errors that prevent one checkpoint from being written, but possibly not the next."""
 
 _VERDICT_WAIT_S = 1.0
@@ -75,13 +76,37 @@ _EXIT_WITHIN_S = 10.0
 """Seconds that the end of the script waits for a checkpoint that is being written."""
 
 
+class Content:
+    """What one checkpoint consists of.
+
+    Args:
+        whole: plain values and tensors only, which nobody changes any more.
+    """
+
+    def __init__(self, whole: dict[str, Any]) -> None:
+        self._whole = whole
+
+    def prepare(self, private: Path) -> None:
+        """Prepare for writing, on the training thread, in the checkpoint's private directory."""
+
+    def read(self, private: Path) -> Completed:
+        """Return the content of the state file, and files that were written into the directory; on the thread."""
+        del private
+        return self._whole, ()
+
+    def require_unchanged(self) -> None:
+        """Raise ChangedError if what was read is not what was there at the commit; on the thread, after `read`."""
+
+    def release(self) -> None:
+        """Free the memory: everything is written, or will not be."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """A checkpoint to be written."""
 
     manifest: Manifest
-    content: dict[str, Any]
-    complete: Callable[[Path], Completed]
+    content: Content
     kept: tuple[str, ...]
     superseded: tuple[str, ...]
     handoff: int
@@ -129,9 +154,9 @@ class Writer:
         self._outcome: bool | Exception = True
         atexit.register(_finish_at_exit, weakref.ref(self))
 
-    def write(  # noqa: PLR0913 - everything that one checkpoint consists of
+    def write(
         self,
-        content: dict[str, Any],
+        content: Content,
         *,
         step: int,
         save: int = 0,
@@ -139,22 +164,17 @@ class Writer:
         metrics: dict[str, float | None],
         hooks: Sequence[Callable[[Path], object]] = (),
         handoff: int = 0,
-        prepare: Callable[[Path], None] = lambda _private: None,
-        complete: Callable[[Path], Completed] = lambda _private: ({}, ()),
     ) -> None:
         """Begin to write a checkpoint; a thread does the rest. Waits first for the previous checkpoint.
 
         Args:
-            content: plain values and tensors only, which nobody changes any more.
+            content: what to write; released once it is written, but not if writing could not begin.
             step: number of committed steps.
             save: number of the save of this step; there is at most one checkpoint for each.
             world_size: number of ranks that trained it.
             metrics: metrics for the manifest.
             hooks: called at once, with an empty directory into which they write further files.
             handoff: number of the handoff that the checkpoint is made for, or 0.
-            prepare: called at once with the private directory.
-            complete: called on the thread with the private directory; returns entries to add to the content, and the
-                files that were written there, with their checksums.
 
         Raises:
             CheckpointError: this run and group already have a checkpoint of this step and save.
@@ -185,8 +205,8 @@ class Writer:
         with removed_on_error(private):
             private.mkdir()
             call_hooks(private, hooks)
-            prepare(private)
-        task = _Task(manifest, {**content, "name": stem}, complete, kept, superseded, handoff, began_at)
+            content.prepare(private)
+        task = _Task(manifest, content, kept, superseded, handoff, began_at)
         self._is_on_disk.clear()
         self._thread = threading.Thread(target=self._run_task, args=(task,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -213,6 +233,7 @@ class Writer:
         Raises:
             AgentGoneError: the agent exited before it answered whether the checkpoint is committed.
             NoMessageError: a rank did not hand over its part.
+            ChangedError: the copy is not what was there at the commit.
             OSError: the checkpoint could not be written.
         """
         if self._thread is not None:
@@ -269,11 +290,12 @@ class Writer:
     def _write_files(self, private: Path, task: _Task) -> Manifest:
         """Write all files durably; return the manifest with the list of files."""
         try:
-            rest, shards = task.complete(private)
-            task.content.update(rest)
-            files = write_state(private, task.content), *seal(private, EXTRA), *shards
+            content, shards = task.content.read(private)
+            named = {**content, "name": task.manifest.stem}
+            files = write_state(private, named), *seal(private, EXTRA), *shards
+            task.content.require_unchanged()
         finally:
-            task.content.clear()  # frees memory as large as the model, since the verdict may be an hour away
+            task.content.release()  # as large as the model, and the verdict may be an hour away
         manifest = replace(task.manifest, files=files)
         write_synced(private / MANIFEST, encode(manifest))
         for each in (*([private / SHARDS] if shards else []), private, self._directory):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import trainer_runtime as tr
 from trainer_runtime import writer
 from trainer_runtime.manifest import stem_of
 from trainer_runtime.resume import StartingPoint
-from trainer_runtime.writer import Writer
+from trainer_runtime.writer import Content, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,13 +101,16 @@ def test_the_copy_is_released_while_the_verdict_is_awaited(tmp_path: Path) -> No
     """An outage of etcd may take an hour."""
     agent, is_back = FakeAgent(), threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
-    content = {"w": torch.ones(3)}
-    copied = weakref.ref(content["w"])
+    released: list[bool] = []
+
+    class Leased(Content):
+        def release(self) -> None:
+            released.append(True)
+
     ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint(), channel=agent.open())
-    ours.write(content, step=1, world_size=1, metrics={})
-    content.clear()
+    ours.write(Leased({"w": torch.ones(3)}), step=1, world_size=1, metrics={})
     assert ours.is_busy()
-    assert copied() is None
+    assert released == [True]
     is_back.set()
     assert ours.finish()
     agent.close()
@@ -121,7 +123,7 @@ def test_a_verdict_that_is_late_already_is_not_waited_for(tmp_path: Path, monkey
     monkeypatch.setattr(writer, "_VERDICT_WAIT_S", BOUND_S)
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
     ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint(), channel=agent.open())
-    ours.write({}, step=1, world_size=1, metrics={})
+    ours.write(Content({}), step=1, world_size=1, metrics={})
     ours.wait_for_disk()
     now[0] += BOUND_S
     began = time.monotonic()
@@ -137,7 +139,7 @@ def test_a_wait_for_the_verdict_may_be_bounded(tmp_path: Path) -> None:
     agent, is_back = FakeAgent(), threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
     ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint(), channel=agent.open(), node="node-b")
-    ours.write({}, step=1, world_size=1, metrics={}, handoff=3)
+    ours.write(Content({}), step=1, world_size=1, metrics={}, handoff=3)
     ours.wait_for_disk()
     assert not ours.finish(within_s=0.05)
     is_back.set()
@@ -155,7 +157,7 @@ def test_an_error_in_the_background_is_reported_at_once_and_raised_to_the_waitin
     ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint())
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_state", fail)
-        ours.write({}, step=7, world_size=1, metrics={})
+        ours.write(Content({}), step=7, world_size=1, metrics={})
         ours.wait_for_disk()
         assert capsys.readouterr().err == (
             f"trainer_runtime: step 7 was NOT saved in {tmp_path}: [Errno 30] Read-only file system; the older "
@@ -163,7 +165,7 @@ def test_an_error_in_the_background_is_reported_at_once_and_raised_to_the_waitin
         )
         with pytest.raises(OSError, match="Read-only"):
             ours.finish()
-    ours.write({}, step=8, world_size=1, metrics={})
+    ours.write(Content({}), step=8, world_size=1, metrics={})
     assert ours.finish()
     assert [path.name for path in tmp_path.iterdir()] == [stem_of("us", 1, 8)]
 

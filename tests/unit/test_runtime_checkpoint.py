@@ -26,7 +26,7 @@ from trainer_runtime.manifest import (
     stem_of,
 )
 from trainer_runtime.resume import StartingPoint, start_alone
-from trainer_runtime.writer import Writer
+from trainer_runtime.writer import Content, Writer
 
 
 def make(directory: Path, run: str, group: int, step: int, saved_at: float = 0.0) -> str:
@@ -50,7 +50,7 @@ def make(directory: Path, run: str, group: int, step: int, saved_at: float = 0.0
 
 
 def write(writer: Writer, step: int, **options: Any) -> Manifest:  # noqa: ANN401 - passed on
-    writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={}, **options)
+    writer.write(Content({"w": torch.ones(3)}), step=step, world_size=2, metrics={}, **options)
     assert writer.finish()
     stem = stem_of("us", writer._group, step)
     return decode((writer._directory / stem / MANIFEST).read_bytes(), stem)

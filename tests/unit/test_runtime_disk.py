@@ -19,7 +19,7 @@ import trainer_runtime as tr
 from trainer_runtime import checkpoint_files, contract, writer
 from trainer_runtime.checkpoint import find
 from trainer_runtime.resume import StartingPoint
-from trainer_runtime.writer import Writer
+from trainer_runtime.writer import Content, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def write_x(path: Path) -> None:
 
 
 def save(by: Writer, step: int = 1) -> None:
-    by.write({"w": torch.ones(3)}, step=step, world_size=1, metrics={**MANY}, hooks=[write_x])
+    by.write(Content({"w": torch.ones(3)}), step=step, world_size=1, metrics={**MANY}, hooks=[write_x])
     assert by.finish()
 
 
@@ -64,7 +64,7 @@ def ours(tmp_path: Path) -> Writer:
 def test_a_disk_full_at_the_state_is_an_os_error_and_leaves_nothing_behind(tmp_path: Path, ours: Writer) -> None:
     """Torch itself reports it as a RuntimeError about positions."""
     with full_disk():
-        ours.write({"w": torch.ones(100_000)}, step=1, world_size=1, metrics={})
+        ours.write(Content({"w": torch.ones(100_000)}), step=1, world_size=1, metrics={})
         with pytest.raises(OSError, match="File too large"):
             ours.finish()
     assert names(tmp_path) == []
@@ -135,7 +135,7 @@ def test_not_even_one_that_came_meanwhile(tmp_path: Path, ours: Writer) -> None:
         (tmp_path / stem(1)).mkdir()
         (tmp_path / stem(1) / "state.pt").write_bytes(b"theirs")
 
-    ours.write({}, step=1, world_size=1, metrics={}, hooks=[meanwhile])
+    ours.write(Content({}), step=1, world_size=1, metrics={}, hooks=[meanwhile])
     with pytest.raises(OSError, match="not empty"):
         ours.finish()
     assert names(tmp_path) == [stem(1)]

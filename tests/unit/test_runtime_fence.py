@@ -23,7 +23,7 @@ from trainer_runtime.agent_channel import AgentGoneError
 from trainer_runtime.manifest import final_name, private_name, stem_of
 from trainer_runtime.record import CommittedCheckpoint, StateId
 from trainer_runtime.resume import StartingPoint, start_under_agent
-from trainer_runtime.writer import Writer
+from trainer_runtime.writer import Content, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def new_writer(directory: Path, agent: FakeAgent, *, group: int = 1, keep: int =
 
 def write(writer: Writer, step: int) -> bool:
     content = {"w": torch.full((3,), float(step))}
-    writer.write(content, step=step, world_size=2, metrics={})
+    writer.write(Content(content), step=step, world_size=2, metrics={})
     return writer.finish()
 
 
@@ -193,12 +193,12 @@ from pathlib import Path
 import torch
 from trainer_runtime.agent_channel import AgentChannel
 from trainer_runtime.resume import start_under_agent
-from trainer_runtime.writer import Writer
+from trainer_runtime.writer import Content, Writer
 directory, channel = Path(sys.argv[1]), AgentChannel(int(sys.argv[2]))
 start = start_under_agent(directory, "us", channel, fresh=True)
 writer = Writer(directory, "us", 1, keep=1, start=start, channel=channel)
 def write(step):
-    writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={})
+    writer.write(Content({"w": torch.ones(3)}), step=step, world_size=2, metrics={})
     return writer.finish()
 write(10)
 rename = os.rename
@@ -254,9 +254,9 @@ import sys
 from pathlib import Path
 from trainer_runtime.agent_channel import AgentChannel
 from trainer_runtime.resume import StartingPoint
-from trainer_runtime.writer import Writer
+from trainer_runtime.writer import Content, Writer
 writer = Writer(Path(sys.argv[1]), "us", 1, keep=1, start=StartingPoint(), channel=AgentChannel(int(sys.argv[2])))
-writer.write({}, step=1, world_size=1, metrics={})
+writer.write(Content({}), step=1, world_size=1, metrics={})
 writer.finish()
 """
 

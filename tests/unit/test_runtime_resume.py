@@ -21,7 +21,7 @@ from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
 from trainer_runtime.resume import DirectoryOpener, StartingPoint, start_alone, start_under_agent
 from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
-from trainer_runtime.writer import Writer
+from trainer_runtime.writer import Content, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,14 +44,14 @@ def save(directory: Path, agent: FakeAgent, *steps: int, group: int = 1, keep: i
     start = start_under_agent(directory, "us", ours, fresh=False)
     writer = Writer(directory, "us", group, keep=keep, start=start, channel=ours)
     for step in steps:
-        writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={})
+        writer.write(Content({"w": torch.ones(3)}), step=step, world_size=2, metrics={})
         assert writer.finish()
 
 
 def save_alone(directory: Path, run: str, *steps: int) -> None:
     writer = Writer(directory, run, 1, keep=9, start=start_alone(directory, run, fresh=True))
     for step in steps:
-        writer.write({}, step=step, world_size=1, metrics={})
+        writer.write(Content({}), step=step, world_size=1, metrics={})
         assert writer.finish()
 
 
@@ -264,7 +264,7 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
     assert opener.open().is_in_memory
     assert opener.writer
     for step in (20, 30):
-        opener.writer.write({}, step=step, world_size=1, metrics={})
+        opener.writer.write(Content({}), step=step, world_size=1, metrics={})
         assert opener.writer.finish()
     first, second = agent.asked[1:]
     assert (first["node"], first["kept"], first["superseded"]) == ("b", [], [])

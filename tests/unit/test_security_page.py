@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from agent.workers.channel import Channel
 from trainer_runtime.resume import StartingPoint
-from trainer_runtime.writer import Writer
+from trainer_runtime.writer import Content, Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 _HEADING = "## What others can still do"
@@ -113,7 +113,7 @@ def test_a_checkpoint_is_readable_as_the_umask_says(tmp_path: Path, umask: int, 
     before = os.umask(umask)
     try:
         writer = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint())
-        writer.write({"w": torch.ones(3)}, step=1, world_size=1, metrics={})
+        writer.write(Content({"w": torch.ones(3)}), step=1, world_size=1, metrics={})
         assert writer.finish()
     finally:
         os.umask(before)

@@ -14,7 +14,7 @@ from torch import nn
 from trainer_runtime.flat import Flattener, UnknownKindError, unflatten
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.hostcopy import HostCopier
-from trainer_runtime.snapshot_page import SLOTS, Slot, create_memory, read_slots
+from trainer_runtime.snapshot_page import KEPT, SLOTS, Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule, first_schedule, next_schedule, schedule_of, text_of
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def test_a_schedule_is_the_same_on_all_ranks_and_ends_as_defined() -> None:
     assert [schedule.after(step) for step in (10, 11, 13, 14, 18)] == [14, 14, 14, 18, 22]
     assert schedule_of(text_of(schedule)) == schedule
     assert schedule_of(text_of(None)) is None
-    assert (first_schedule(5).after(5), first_schedule(5).until) == (6, 6 + SLOTS)
+    assert (first_schedule(5).after(5), first_schedule(5).until) == (6, 6 + KEPT)
 
 
 @pytest.mark.parametrize(("cost_s", "every"), [(0.0, 1), (0.01, 1), (0.0101, 2), (0.1, 10), (7.0, 700)])
@@ -179,7 +179,7 @@ def test_a_memory_that_no_rank_has_written_holds_nothing() -> None:
     os.ftruncate(descriptor, 4096)
     assert read_slots(descriptor) == ()
     os.close(descriptor)
-    assert (SLOTS, Slot.__slots__[0]) == (2, "seq")
+    assert (SLOTS, KEPT, Slot.__slots__[0]) == (3, 2, "seq")
 
 
 def write(root: Path, **files: str) -> None:

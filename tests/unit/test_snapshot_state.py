@@ -30,6 +30,8 @@ from trainer_runtime.snapshot_schedule import Schedule
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from trainer_runtime.snapshot_copy import Capture
+
 BOUND_S = 60.0
 
 
@@ -144,15 +146,15 @@ def test_nothing_is_being_copied_within_a_phase_or_after_the_loop(start: Callabl
             model(torch.ones(1, 1000)).sum().backward()
             opt.step()
             state.commit()
-            copier = state._snapshots._copier  # type: ignore[union-attr] # there are some
+            capturer = state._saver.capturer  # type: ignore[union-attr] # it was restored
             if state.step == 3 and where != "after the loop":
-                assert copier._copying is not None, "else this shows nothing"
+                assert capturer.is_copying, "else this shows nothing"
                 if where == "settle":
                     state.settle()
                 with tr.phase("eval") if where == "phase" else nullcontext():
-                    assert copier._copying is None
+                    assert not capturer.is_copying
         if where == "after the loop":
-            assert copier._copying is None
+            assert not capturer.is_copying
 
 
 @pytest.mark.parametrize(("save_every", "saved"), [(100, [13, 20]), (10, [20])])
@@ -381,9 +383,9 @@ def test_how_often_follows_from_what_was_measured(
     assert state._snapshots
     put = state._snapshots._copy_state
 
-    def take_long(step: int) -> bool:
-        now[0] += longer_s.get(step, 0.028)
-        return put(step)
+    def take_long() -> Capture | None:
+        now[0] += longer_s.get(state.step, 0.028)
+        return put()
 
     monkeypatch.setattr(state._snapshots, "_copy_state", take_long)
     for _ in range(26):

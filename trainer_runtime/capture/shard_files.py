@@ -138,7 +138,7 @@ def load_files(objects: ShardedObjects, shard_dir: Path, plain: dict[str, Any]) 
     Args:
         objects: the sharded objects.
         shard_dir: directory of the shards.
-        plain: the result of `ShardedObjects.plain` when they were written.
+        plain: the result of `ShardedObjects.plain_of` when they were written.
 
     Raises:
         UnsafeListError: the list of shards is not one.

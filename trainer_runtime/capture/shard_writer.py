@@ -1,7 +1,7 @@
 """A rank's part in writing the shards of a checkpoint, while training continues.
 
-At a save each rank copies the blocks that it writes to host memory. Rank 0 proposes the directory, or that this save is
-left out; the other ranks write on a thread once they know it, and post what they have written. Rank 0's writing thread
+Each rank writes from its copy of the State in host memory. Rank 0 proposes the directory, or that this save is left
+out; the other ranks write on a thread once they know it, and post what they have written. Rank 0's writing thread
 writes its own blocks, waits for the others, and writes the list.
 """
 
@@ -17,15 +17,19 @@ import torch
 
 from trainer_runtime.capture.shard_files import Entry, ShardFile, write_blocks, write_list
 from trainer_runtime.checkpoint import warn
-from trainer_runtime.hostcopy import HostCopier
+from trainer_runtime.contents import SHARDED
 from trainer_runtime.manifest import SHARDS, StoredFile, require_private_name
+from trainer_runtime.snapshot_copy import ChangedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from trainer_runtime.capture.gathering import TensorPath
-    from trainer_runtime.capture.sharded_objects import PlacedTensor, ShardedObjects
+    from trainer_runtime.capture.blocks import Place
+    from trainer_runtime.capture.gathering import Captured, TensorPath
+    from trainer_runtime.capture.sharded_objects import ShardedObjects
     from trainer_runtime.rank_messages import RankMessages
+    from trainer_runtime.snapshot_copy import Capture
 
 _NOWHERE = "-"
 """No directory has this name. Not empty, because an empty value in the store counts as absent."""
@@ -62,30 +66,32 @@ class ShardWriter:
         rank: int,
         world_size: int,
     ) -> None:
-        self._objects = objects
+        self.objects = objects
         self._directory = directory
         self._messages = messages
         self._of_thread = of_thread
         self._rank = rank
         self._world_size = world_size
-        self._blocks: dict[TensorPath, PlacedTensor] = {}
+        self._places: dict[TensorPath, Place] = {}
+        """Of the blocks to write."""
         self._paths: list[TensorPath] = []
         self._thread: threading.Thread | None = None
         self._is_written = True
         atexit.register(_finish_at_exit, weakref.ref(self))
 
-    def begin(self, at: At, stem: str) -> None:
-        """On ranks other than 0: copy the blocks, and write them on a thread where rank 0 proposes.
-
-        Waits for the blocks of the last save, so that there is at most one copy.
+    def begin(self, at: At, stem: str, capture: Capture) -> None:
+        """On ranks other than 0: write this rank's blocks, on a thread, where rank 0 proposes. `finish` comes first.
 
         Args:
             at: step and save.
             stem: final name of the checkpoint.
+            capture: the copy to write from.
         """
-        self.finish()
-        self._copy()
-        self._thread = threading.Thread(target=self._write_for_main, args=(at, stem), name="shards", daemon=True)
+        self._choose()
+        capture.lease()
+        self._thread = threading.Thread(
+            target=self._write_for_main, args=(at, stem, capture), name="shards", daemon=True
+        )
         self._thread.start()
 
     def finish(self, within_s: float | None = None) -> bool:
@@ -101,12 +107,12 @@ class ShardWriter:
             warn(f"the script ends, but its last shards were not written within {_EXIT_WITHIN_S:g} s")
 
     def offer(self, at: At, private: Path) -> None:
-        """On rank 0: copy the blocks, and propose a checkpoint's directory to the others.
+        """On rank 0: choose the blocks to write, and propose a checkpoint's directory to the others.
 
         Raises:
             OSError: the directory cannot be made; or another one holds, which a stranger has proposed.
         """
-        self._copy()
+        self._choose()
         (private / SHARDS).mkdir()
         held = self._messages.propose(_name(at), private.name)
         if held == _NOWHERE:
@@ -119,34 +125,38 @@ class ShardWriter:
 
     def leave_out(self, at: At) -> None:
         """On rank 0: let the others write nothing for this save, unless a directory was proposed already."""
-        self._blocks = {}
         self._messages.propose(_name(at), _NOWHERE)
 
-    def complete(self, at: At, private: Path) -> tuple[StoredFile, ...]:
+    def complete(self, at: At, private: Path, captured: Captured) -> tuple[StoredFile, ...]:
         """On rank 0's writing thread: write this rank's blocks and the list; return the files of all ranks.
+
+        Args:
+            at: step and save.
+            private: directory of the checkpoint.
+            captured: what this rank held at the commit.
 
         Raises:
             NoMessageError: a rank did not post what it has written.
             OSError: a rank could not write, or the blocks do not make up all tensors.
         """
-        blocks, self._blocks = self._blocks, {}
-        outcomes = [_outcome_of(private / SHARDS, self._rank, blocks, self._paths)]
+        outcomes = [_outcome_of(lambda: self._write(private / SHARDS, captured))]
         outcomes += [self._take(at, rank) for rank in range(self._world_size) if rank != self._rank]
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, str):
                 raise OSError(f"shards could not be written: rank {rank}: {outcome}")
         files = [outcome for outcome in outcomes if isinstance(outcome, ShardFile)]
-        return write_list(private / SHARDS, files, self._objects.aliases())
+        return write_list(private / SHARDS, files, self.objects.aliases())
 
-    def _copy(self) -> None:
-        blocks = self._objects.blocks_to_write(self._rank, self._world_size)
-        copier = HostCopier()
-        self._blocks = {path: (place, copier.copy(tensor)) for path, (place, tensor) in blocks.items()}
-        self._paths = self._objects.paths()
+    def _choose(self) -> None:
+        self._places = self.objects.places_to_write(self._rank, self._world_size)
+        self._paths = self.objects.paths()
 
-    def _write_for_main(self, at: At, stem: str) -> None:
+    def _write(self, shard_dir: Path, captured: Captured) -> ShardFile:
+        blocks = {path: (place, self.objects.pick(captured, path)) for path, place in self._places.items()}
+        return write_blocks(shard_dir, self._rank, blocks, self._paths)
+
+    def _write_for_main(self, at: At, stem: str, capture: Capture) -> None:
         """On the thread of a rank other than 0."""
-        blocks, self._blocks = self._blocks, {}
         self._is_written = False
         try:
             name = self._of_thread.wait_for_proposal(_name(at), _WITHIN_S)
@@ -157,23 +167,29 @@ class ShardWriter:
             except ValueError as error:
                 warn(f"{error} from the ranks' store; make MASTER_PORT reachable from the job's machines only")
                 return
-            outcome = _outcome_of(self._directory / name / SHARDS, self._rank, blocks, self._paths)
+            outcome = _outcome_of(lambda: self._write_unchanged(self._directory / name / SHARDS, capture))
             self._of_thread.post(_name(at, self._rank), _encode(outcome))
             self._is_written = isinstance(outcome, ShardFile)
         except Exception as error:  # noqa: BLE001 - rank 0 is gone, or the store is damaged: the group ends anyway
             warn(f"the shards of step {at[0]} were not written: {type(error).__name__}: {error}")
+        finally:
+            capture.release()
+
+    def _write_unchanged(self, shard_dir: Path, capture: Capture) -> ShardFile:
+        _, part = capture.read()
+        written = self._write(shard_dir, part[SHARDED])
+        capture.require_unchanged()
+        return written
 
     def _take(self, at: At, rank: int) -> ShardFile | str:
         return _decode(self._of_thread.take(_name(at, rank), _WITHIN_S), rank)
 
 
-def _outcome_of(
-    shard_dir: Path, rank: int, blocks: dict[TensorPath, PlacedTensor], paths: list[TensorPath]
-) -> ShardFile | str:
-    """Write blocks; return the file, or why that failed, for which rank 0 waits whatever it was."""
+def _outcome_of(write: Callable[[], ShardFile]) -> ShardFile | str:
+    """Write; return the file, or why that failed, for which rank 0 waits whatever it was."""
     try:
-        return write_blocks(shard_dir, rank, blocks, paths)
-    except OSError as error:
+        return write()
+    except (OSError, ChangedError) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - as above
         return f"{type(error).__name__}: {error}"

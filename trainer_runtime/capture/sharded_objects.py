@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 PlacedTensor = tuple[Place, torch.Tensor]
 
+_OF_OPTIMIZER = 3
+"""Names in the path of an optimizer's tensor."""
+
 
 class _Group(NamedTuple):
     """A sharded module and its optimizers, by name."""
@@ -105,21 +108,27 @@ class ShardedObjects:
                 captured[each] = _capture_optimizer(each, optimizer, names)
         return captured
 
-    def blocks_to_write(self, rank: int, world_size: int) -> dict[TensorPath, PlacedTensor]:
-        """Return the blocks of which this rank writes the one copy that a checkpoint has; those without elements none.
+    def places_to_write(self, rank: int, world_size: int) -> dict[TensorPath, Place]:
+        """Return the places of the blocks of which this rank writes the one copy that a checkpoint has.
 
-        The names are those of `get_state_dict`. What several ranks hold is divided among them by its name.
+        Blocks without elements are not written. The names are those of `get_state_dict`. What several ranks hold is
+        divided among them by its name.
 
         Raises:
             LayoutError: as `read`.
         """
-        blocks: dict[TensorPath, PlacedTensor] = {}
+        places: dict[TensorPath, Place] = {}
         for path, tensor in self._whole():
-            local = local_of(tensor).detach()
+            local = local_of(tensor)
             index, replicas = replica_of(tensor, rank, world_size)
             if crc32("/".join(path).encode()) % replicas == index and (local.numel() or not tensor.numel()):
-                blocks[path] = _named_place(tensor, path[0], ".".join(path[1:])), local
-        return blocks
+                places[path] = _named_place(tensor, path[0], ".".join(path[1:]))
+        return places
+
+    def pick(self, captured: Captured, path: TensorPath) -> torch.Tensor:
+        """Return a tensor in what `read` returned."""
+        of = captured[path[0]]["tensors"][path[1]] if len(path) == _OF_OPTIMIZER else captured[path[0]]
+        return _only(of[path[-1]])
 
     def aliases(self) -> dict[TensorPath, TensorPath]:
         """Return the further paths of tied tensors, and the path under which each is captured and written."""
@@ -132,12 +141,12 @@ class ShardedObjects:
             }
         return aliases
 
-    def plain(self) -> dict[str, Any]:
-        """Return what the optimizers have besides tensors: the rest of their states, and the groups of parameters."""
+    def plain_of(self, captured: Captured) -> dict[str, Any]:
+        """Return what the optimizers had besides tensors: the rest of their states, and the groups of parameters."""
         return {
-            each: _split_optimizer(each, optimizer, _first_names(group))[1]
+            each: {"state": captured[each]["plain"], "param_groups": captured[each]["groups"]}
             for group in self._groups.values()
-            for each, optimizer in group.optimizers.items()
+            for each in group.optimizers
         }
 
     def paths(self) -> list[TensorPath]:

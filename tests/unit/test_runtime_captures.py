@@ -1,0 +1,201 @@
+"""Checkpoints that are written from copies which a thread makes while training continues."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fake_agent import FakeAgent, start_without_agent
+from torch import nn
+from waiting import wait_for
+
+import trainer_runtime as tr
+from trainer_runtime import contract, snapshot_copy, writer
+from trainer_runtime import state as state_
+from trainer_runtime.main_thread import MainThreadCall
+from trainer_runtime.snapshot_page import create_memory, read_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BOUND_S = 60.0
+WIDTH = 300  # enough to be left to a thread
+
+
+class Gate:
+    """Lets a function go on in other threads than the main one only when it is open."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, module: Any, name: str) -> None:  # noqa: ANN401 - any module
+        self._is_open, self.is_reached = threading.Event(), threading.Event()
+        self._function = getattr(module, name)
+        patch.setattr(module, name, self._pass)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def close(self) -> None:
+        self.is_reached.clear()
+        self._is_open.clear()
+
+    def _pass(self, *given: Any) -> Any:  # noqa: ANN401 - passed on
+        if threading.current_thread() is not threading.main_thread():
+            self.is_reached.set()
+            assert self._is_open.wait(BOUND_S)
+        return self._function(*given)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch, snapshot_copy, "_copy")
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch, writer, "write_state")
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The agent's memory for the snapshots of this rank, which takes one at each step."""
+    agent, descriptor = FakeAgent(), create_memory("test")
+    channel = agent.open()
+    monkeypatch.setattr(state_, "open_channel", lambda: channel)
+    given = {contract.RUN_ID: "us", contract.GROUP: "1", contract.SNAPSHOT_FD: str(descriptor)}
+    for name, value in {**given, contract.SNAPSHOT_OVERHEAD: "1e9"}.items():
+        monkeypatch.setenv(name, value)
+    yield descriptor
+    agent.close()
+    os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def _start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_without_agent(monkeypatch)
+    tr.init()
+
+
+class Training:
+    """A model whose weights are the number of the step, and an optimizer that changes all of them."""
+
+    def __init__(self, directory: Path, save_every: int) -> None:
+        self.model = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        nn.init.zeros_(self.model.weight)
+        self.directory = directory
+        self.state = tr.State(checkpoint_dir=directory, save_every=save_every, keep=9, model=self.model, opt=self.opt)
+        self.state.restore()
+
+    def step(self) -> None:
+        self.model.weight.grad = torch.full((WIDTH, WIDTH), -1.0)
+        self.opt.step()
+        self.state.commit()
+
+    def saved(self) -> dict[int, set[float]]:
+        """The weights in each checkpoint."""
+        found = [torch.load(path / "state.pt", weights_only=True) for path in self.directory.glob("[!.]*")]
+        return {each["position"]["step"]: {*each["objects"]["model"]["weight"].unique().tolist()} for each in found}
+
+
+def snapshots(memory: int) -> list[int]:
+    return sorted(slot.step for slot in read_slots(memory))
+
+
+def test_a_checkpoint_has_the_weights_of_its_step_although_they_are_copied_later(tmp_path: Path, copies: Gate) -> None:
+    training = Training(tmp_path, save_every=2)
+    copies.open()
+    for _ in range(3):
+        training.step()
+    copies.close()
+    training.step()
+    assert copies.is_reached.wait(BOUND_S)
+    assert training.saved().keys() == {2}
+    copies.open()
+    training.step()
+    training.state.save()
+    assert training.saved() == {2: {2.0}, 4: {4.0}, 5: {5.0}}
+
+
+def test_a_step_whose_weights_were_changed_by_hand_while_they_were_copied_is_not_saved(
+    tmp_path: Path, copies: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(tmp_path, save_every=1)
+    copies.open()
+    training.step()
+    copies.close()
+    training.step()
+    assert copies.is_reached.wait(BOUND_S)
+    with torch.no_grad():
+        training.model.weight[0] += 100
+    copies.open()
+    training.state.settle()
+    training.step()
+    training.state.save()
+    assert training.saved() == {1: {1.0}, 3: {3.0, 103.0}}
+    told = capsys.readouterr().err
+    assert "step 2 was NOT saved" in told
+    assert "changed other than by an optimizer's step" in told
+
+
+def test_a_checkpoint_does_not_wait_for_the_next_step(tmp_path: Path) -> None:
+    """After a commit the script may evaluate for an hour."""
+    training = Training(tmp_path, save_every=1)
+    training.step()
+    training.step()
+    wait_for(lambda: training.saved() == {1: {1.0}, 2: {2.0}}, "while no step is taken", BOUND_S)
+
+
+def test_a_script_that_ends_after_a_commit_has_saved_it(tmp_path: Path, copies: Gate) -> None:
+    training = Training(tmp_path, save_every=2)
+    training.step()
+    training.step()
+    assert copies.is_reached.wait(BOUND_S)
+    threading.Thread(target=lambda: (time.sleep(0.1), copies.open())).start()  # type: ignore[func-returns-value]
+    training.state.save()
+    assert training.saved() == {2: {2.0}}
+
+
+def test_snapshots_go_on_in_other_slots_while_a_checkpoint_is_written_from_one(
+    tmp_path: Path, memory: int, disk: Gate
+) -> None:
+    training = Training(tmp_path, save_every=3)
+    for _ in range(3):
+        training.step()
+    assert disk.is_reached.wait(BOUND_S)
+    for step in range(4, 6):
+        training.step()
+        training.state.settle()
+        assert snapshots(memory) == [step - 2, step - 1, step]
+    disk.open()
+    training.step()
+    training.state.save()
+    assert training.saved() == {3: {3.0}, 6: {6.0}}
+
+
+def test_a_copy_for_a_checkpoint_alone_is_no_snapshot(tmp_path: Path, memory: int) -> None:
+    """Other ranks have none of the same moment, and the two newest snapshots stay."""
+    training = Training(tmp_path, save_every=100)
+    for _ in range(3):
+        training.step()
+    training.state.settle()
+    training.state.save()
+    assert training.saved() == {3: {3.0}}
+    assert snapshots(memory) == [2, 3]
+
+
+def test_the_main_thread_is_asked_between_two_of_its_operations() -> None:
+    threads: list[threading.Thread] = []
+    call = MainThreadCall(lambda: threads.append(threading.current_thread()))
+    asking = threading.Thread(target=call.request)
+    asking.start()
+    wait_for(lambda: threads, "the call", BOUND_S)
+    asking.join()
+    assert threads == [threading.main_thread()]

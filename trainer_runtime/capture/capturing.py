@@ -1,0 +1,123 @@
+"""Capturing of this rank's State: a copy in host memory, for a snapshot, a checkpoint, or both.
+
+The common part is what is equal on all ranks; each rank's own part has the rest, also what it holds of sharded objects.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer_runtime.dist import world_size
+from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
+from trainer_runtime.snapshot_copy import Capture, SnapshotCopier
+from trainer_runtime.snapshot_memory import SnapshotMemory
+from trainer_runtime.values import as_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer_runtime.contents import Contents
+    from trainer_runtime.position import Position
+
+CONTENT_VERSION = 3
+
+
+class FlatState(NamedTuple):
+    """A State in the form in which it is copied."""
+
+    common: Flattened | None
+    """None: another rank has it."""
+    part: Flattened
+
+
+class Capturer:
+    """Makes one copy after another.
+
+    Args:
+        contents: the objects and values.
+        pos: the position.
+        seed: the seed of the training.
+        has_common: whether this rank's copies have the common part.
+        descriptor: descriptor of the agent's memory for snapshots; None: there are none, and copies are in memory of
+            this process.
+        report: called with the step of each complete snapshot, possibly on another thread.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        pos: Position,
+        *,
+        seed: int,
+        has_common: bool,
+        descriptor: int | None = None,
+        report: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        self._contents = contents
+        self._pos = pos
+        self._seed = seed
+        self._has_common = has_common
+        self._memory = SnapshotMemory(descriptor)
+        self._copier = SnapshotCopier(contents, self._memory, report)
+        self._common, self._part = Flattener(), Flattener()
+        atexit.register(_settle_at_exit, weakref.ref(self))
+
+    @property
+    def newest(self) -> int:
+        """Step of the snapshot that was completed last; 0: there is none, or it was dropped."""
+        return self._memory.newest
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a thread may be copying, so that training waits for it before it changes something."""
+        return self._copier.is_copying
+
+    def check(self) -> None:
+        """Raise TypeError, with the name, if something could not be loaded back."""
+        self._contents.read_checked()
+        self._contents.parts.read_checked()
+        as_numbers(self._pos.metrics)
+
+    def flatten(self) -> FlatState:
+        """Return the State as it is now in the form in which it is copied.
+
+        Raises:
+            TypeError: as `check`.
+        """
+        try:
+            common = self._common.flatten(self._read_common()) if self._has_common else None
+            return FlatState(common, self._part.flatten(self._contents.read_part()))
+        except UnknownKindError:
+            self.check()  # raises an error with the name
+            raise
+
+    def copy(self, state: FlatState, *, is_snapshot: bool) -> Capture:
+        """Copy the State. What an optimizer changes may be copied until its next step, by a thread."""
+        self._copier.join()
+        return self._copier.copy(self._memory.begin(self._pos.step, world_size(), *state, is_snapshot=is_snapshot))
+
+    def settle(self) -> None:
+        """Wait until nothing is being copied."""
+        self._copier.join()
+
+    def take_waited_s(self) -> float:
+        """Return the seconds that training has waited for the copying thread since the last call."""
+        return self._copier.take_waited_s()
+
+    def _read_common(self) -> dict[str, Any]:
+        return {
+            "v": CONTENT_VERSION,
+            "world_size": world_size(),
+            "seed": self._seed,
+            "position": self._pos.read(),
+            "objects": self._contents.read(),
+        }
+
+
+def _settle_at_exit(reference: weakref.ref[Capturer]) -> None:
+    """A checkpoint that is being written waits for it, and the end of the process for the checkpoint."""
+    capturer = reference()
+    if capturer is not None:
+        capturer.settle()
