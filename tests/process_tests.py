@@ -4,7 +4,8 @@ What waits for real processes can fail because the machine was busy for a second
 and must not be hidden either. With `--rerun-alone FILE` a test that started a process and failed is run once more,
 alone, after all others. If it passes then, it is *flaky*: its name is printed and added to FILE, and the outputs of
 both runs are kept beside FILE. The run fails if a test fails twice, if a test fails that started no process, or if FILE
-would hold more than three names. Several runs of pytest that share FILE share that limit.
+would hold more than three names. Several runs of pytest that share FILE share that limit. It also fails if a process
+of pytest-xdist is lost, whatever it was doing.
 
 Nothing is marked by hand. An audit hook sees what starts a process, in a test or in a fixture that the test uses.
 """
@@ -54,11 +55,17 @@ class SecondTry:
         self._names = names
         self._failures: dict[str, _Failure] = {}
         self._is_incomplete = False
-        """Whether a file could not be collected: its tests did not run."""
+        """Whether a file could not be collected, or a process was lost: tests may not have run."""
         self._verdicts: list[str] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._is_incomplete |= report.failed
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object, error: object) -> None:
+        if error is not None:
+            self._is_incomplete = True
+            self._verdicts.append(f"a process of pytest-xdist was lost: {node}: {error}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -68,6 +75,8 @@ class SecondTry:
 
     @pytest.hookimpl(trylast=True)  # the workers of pytest-xdist have ended then
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.OK and self._is_incomplete:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if exitstatus != pytest.ExitCode.TESTS_FAILED or not self._failures:
             return
         self._names.parent.mkdir(parents=True, exist_ok=True)

@@ -11,17 +11,18 @@ Under an agent `resume.py` chooses by the job's record; the directory listing is
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import stat
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from trainer_runtime.manifest import MANIFEST, Manifest, StoredFile, decode, parse_stem
+from trainer_runtime.node_memory import NodeMemory, allocate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from io import BufferedReader
     from pathlib import Path
 
 _CHUNK_BYTES = 8 << 20
@@ -43,7 +44,7 @@ class FoundCheckpoint:
 
     manifest: Manifest
     manifest_sha256: str
-    data: mmap.mmap
+    data: NodeMemory
     """Content of the state file."""
 
 
@@ -53,7 +54,7 @@ def warn(message: str) -> None:
     sys.stderr.flush()
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a file of a checkpoint for reading. Every file of a checkpoint is opened by this function.
 
     A foreign file in its place must not block the ranks: opening a FIFO without `O_NONBLOCK` waits for a writer, and a
@@ -196,29 +197,36 @@ def _read_manifest(checkpoint_dir: Path, wanted_sha256: str | None = None) -> tu
         raise DamagedError(f"its manifest: {damage}") from None
 
 
-def _read_files(checkpoint_dir: Path, manifest: Manifest) -> mmap.mmap:
+def _read_files(checkpoint_dir: Path, manifest: Manifest) -> NodeMemory:
     """Read and verify all files of a checkpoint; return the content of the state file."""
-    state, *extra = manifest.files
-    for entry in extra:
-        _read_checked(checkpoint_dir, entry)
-    return _read_checked(checkpoint_dir, state)
+    state, *others = manifest.files
+    for entry in others:
+        _read_checked(checkpoint_dir, entry, None)
+    memory = allocate(max(state.bytes, 1))
+    _read_checked(checkpoint_dir, state, memory)
+    return memory
 
 
-def _read_checked(checkpoint_dir: Path, entry: StoredFile) -> mmap.mmap:
-    """Read a file once, computing its hash on the way, and compare size and hash with the manifest's entry."""
+def _read_checked(checkpoint_dir: Path, entry: StoredFile, memory: NodeMemory | None) -> None:
+    """Read a file once, computing its hash on the way, and compare size and hash with the manifest's entry.
+
+    Args:
+        checkpoint_dir: directory of the checkpoint.
+        entry: the manifest's entry.
+        memory: memory of that size for the content; None: it is not kept.
+    """
     try:
         with open_file(checkpoint_dir / entry.file) as file:
             bytes_ = os.fstat(file.fileno()).st_size
             if bytes_ != entry.bytes:
                 raise DamagedError(f"{entry.file} should have {entry.bytes} bytes, has {bytes_}")
-            data, sha256 = mmap.mmap(-1, max(bytes_, 1)), hashlib.sha256()
+            sha256 = hashlib.sha256()
+            buffer = memoryview(bytearray(_CHUNK_BYTES) if memory is None else memory.data)
             for at in range(0, bytes_, _CHUNK_BYTES):  # reads no more than that, should the file grow meanwhile
-                chunk = file.read(min(_CHUNK_BYTES, bytes_ - at))
-                data.write(chunk)
-                sha256.update(chunk)
+                length = min(_CHUNK_BYTES, bytes_ - at)
+                chunk = buffer[:length] if memory is None else buffer[at : at + length]
+                sha256.update(chunk[: file.readinto(chunk)])
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(f"{entry.file} is missing") from None
     if sha256.hexdigest() != entry.sha256:
         raise DamagedError(f"{entry.file} does not have the SHA-256 that its manifest lists")
-    data.seek(0)
-    return data

@@ -110,10 +110,9 @@ class Contents:
             LayoutError: a sharded tensor is laid out in a way that cannot be described; the message has its name.
         """
         part = self.parts.read()
-        if self.shards is None:
-            return part
-        # Random states are new tensors each time, for which the layout of the many sharded ones would be made anew.
-        return {**{name: packed(value) for name, value in part.items()}, SHARDED: self.shards.read()}
+        # Some are new tensors each time, for which the layout of all others would be made anew.
+        part["random"] = {name: state if name == "python" else packed(state) for name, state in part["random"].items()}
+        return part if self.shards is None else {**part, SHARDED: self.shards.read()}
 
     def read_checked(self) -> dict[str, Any]:
         """Return the same as `read`; TypeError, with the name, if something could not be loaded back."""

@@ -1,14 +1,12 @@
-"""This worker's device, rank and process group, and collectives that share rank 0's data with all ranks."""
+"""This worker's device, rank and process group, and collectives about numbers and failures."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,15 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
-
-BROADCAST_CHUNK_BYTES = 64 << 20
-"""Chunk size of broadcasts; bounds the device memory that sharing a checkpoint takes under NCCL."""
-
-_STILL_READING_EVERY_S = 1.0
-
-_NOTHING, _PAYLOAD, _IN_MEMORY, _ERROR, _EXIT, _READING = range(6)
-
-Read = TypeVar("Read")
 
 
 class PeerError(RuntimeError):
@@ -129,81 +118,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-class Shared(NamedTuple):
-    """What rank 0 shares with all ranks."""
-
-    number: int
-    payload: mmap.mmap | None
-    is_in_memory: bool = False
-    """No bytes are shared: the state is a snapshot in memory, which the ranks read from their nodes."""
-
-
-def share_from_main(read: Callable[[], Shared]) -> Shared:
-    """Run `read` on rank 0 and return its result, a number and raw bytes or None, on every rank. A collective.
-
-    Raw bytes, not pickled objects: nothing that arrives is executed. An error on rank 0 is announced before it is
-    raised, so that no rank waits for bytes that will not come.
-
-    Raises:
-        PeerError: `read` failed on rank 0 (which raises the original error).
-        SystemExit: on all ranks, with the code that `read` raised on rank 0.
-    """
-    if world_size() == 1:
-        return read()
-    number, payload, is_in_memory = 0, None, False
-    error: Exception | SystemExit | None = None
-    status = _NOTHING
-    if is_main():
-        try:
-            number, payload, is_in_memory = _while_others_wait(read)
-            status = _IN_MEMORY if is_in_memory else _NOTHING if payload is None else _PAYLOAD
-        except SystemExit as caught:
-            error, status, number = caught, _EXIT, caught.code if isinstance(caught.code, int) else 1
-        except Exception as caught:  # noqa: BLE001 - the other ranks must be informed of any error
-            error, status = caught, _ERROR
-    size = 0 if payload is None else len(payload)
-    status, number, size = _wait_for_result(status, number, size)
-    if error is not None:
-        raise error
-    if status == _EXIT:
-        _exit_like_main(number)
-    if status == _ERROR:
-        raise PeerError("rank 0 could not read the checkpoint; its own output says why")
-    if status in {_NOTHING, _IN_MEMORY}:
-        return Shared(number, None, status == _IN_MEMORY)
-    if payload is None:
-        payload = mmap.mmap(-1, size)
-    broadcast_in_place(payload)
-    return Shared(number, payload)
-
-
-def _while_others_wait(read: Callable[[], Read]) -> Read:
-    """On rank 0: run `read` on a thread, and tell the other ranks meanwhile that it has not finished.
-
-    Reading may take longer than a collective's timeout: the only node with the checkpoint may be away for hours.
-    """
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        reading = pool.submit(read)
-        while not wait([reading], timeout=_STILL_READING_EVERY_S).done:
-            broadcast_numbers(_READING, 0, 0)
-        return reading.result()
-
-
-def _wait_for_result(*own: int) -> list[int]:
-    """Return what rank 0 broadcasts once it has finished reading."""
-    while (result := broadcast_numbers(*own))[0] == _READING:
-        continue
-    return result
-
-
-def _exit_like_main(code: int) -> NoReturn:
-    """Exit as rank 0 did."""
-    if code != contract.EXIT_RESTART:
-        # The line has the form of an exception's, so that the agent takes this rank's exit for a consequence.
-        warn(f"{__name__}.{PeerError.__name__}: rank 0 left with exit code {code}; its own output says why")
-    raise SystemExit(code)
-
-
 def do_on_all(action: Callable[[], None]) -> None:
     """Run `action` on every rank and return only if it succeeded on all of them. A collective.
 
@@ -215,7 +129,7 @@ def do_on_all(action: Callable[[], None]) -> None:
         action()
     except Exception as caught:  # noqa: BLE001 - the other ranks must be informed of any error
         error = caught
-    failures = torch.tensor([error is not None], dtype=torch.int64, device=_backend_device())
+    failures = torch.tensor([error is not None], dtype=torch.int64, device=backend_device())
     try:
         if world_size() > 1:
             dist.all_reduce(failures)
@@ -228,14 +142,14 @@ def do_on_all(action: Callable[[], None]) -> None:
 
 def broadcast_numbers(*numbers: int) -> list[int]:
     """Return rank 0's numbers on every rank. A collective."""
-    wire = torch.tensor(numbers, dtype=torch.int64, device=_backend_device())
+    wire = torch.tensor(numbers, dtype=torch.int64, device=backend_device())
     dist.broadcast(wire, src=0)
     return [int(number) for number in wire.tolist()]
 
 
 def sum_over_ranks(*numbers: int) -> list[int]:
     """Return the sums over all ranks on every rank. A collective."""
-    wire = torch.tensor(numbers, dtype=torch.int64, device=_backend_device())
+    wire = torch.tensor(numbers, dtype=torch.int64, device=backend_device())
     dist.all_reduce(wire)
     return [int(number) for number in wire.tolist()]
 
@@ -328,18 +242,9 @@ def _own_backend() -> str:
     return "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
 
 
-def _backend_device() -> torch.device:
+def backend_device() -> torch.device:
     """Return the device that a tensor must be on for the group's backend to send it."""
     return device() if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def broadcast_in_place(payload: mmap.mmap, source: int = 0) -> None:
-    """Fill `payload` on every rank with the bytes of the rank `source`. A collective."""
-    for chunk in torch.split(torch.frombuffer(payload, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
-        wire = chunk.to(_backend_device())
-        dist.broadcast(wire, src=source)
-        if wire.data_ptr() != chunk.data_ptr():
-            chunk.copy_(wire)
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from trainer_runtime import contract
 from trainer_runtime.capture.capturing import CONTENT_VERSION, Capturer
 from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import SHARDED
-from trainer_runtime.dist import Shared, do_on_all, is_main, local_rank, rank, share_from_main, world_size
+from trainer_runtime.dist import do_on_all, is_main, local_rank, rank, world_size
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import HandoffParticipant
+from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.manifest import SHARDS, parse_stem
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.rank_messages import open_rank_messages
@@ -28,11 +29,11 @@ from trainer_runtime.resume import DirectoryOpener
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import factor_of, rescale
 from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
+from trainer_runtime.sharing import Shared, share_from_main
 from trainer_runtime.snapshot_load import read_from_memory
 from trainer_runtime.snapshots import SnapshotTaker, open_snapshot_memory
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Callable, Container, Iterator, Sequence
     from pathlib import Path
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from trainer_runtime.capture.shard_writer import ShardWriter
     from trainer_runtime.contents import Contents
     from trainer_runtime.contract import ControlPage
+    from trainer_runtime.node_memory import NodeMemory
     from trainer_runtime.position import Position
     from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.scaling import LrScaling
@@ -110,7 +112,8 @@ class Restorer:
         group, data, is_in_memory = self._start
         messages = open_rank_messages(group, turn)
         if data is not None:
-            do_on_all(lambda: self._load(read_content(data), is_in_memory=False))
+            do_on_all(lambda: self._load(self._read_content(data), is_in_memory=False))
+            data.close()
         elif is_in_memory and self.channel is not None:
             content = read_from_memory(self.channel, messages, self.contents)
             do_on_all(lambda: self._load(content, is_in_memory=True))
@@ -154,6 +157,12 @@ class Restorer:
         return ShardWriter(
             self.contents.shards, self.directory, messages, of_thread, rank=rank(), world_size=world_size()
         )
+
+    def _read_content(self, memory: NodeMemory) -> dict[str, Any]:
+        """Return the content of a checkpoint; the states of modules are views of the memory, all else is a copy."""
+        content = read_content(memory)
+        objects = self.contents.copy_kept(content.pop("objects"))
+        return {**HostCopier().copy(content), "objects": objects}
 
     def _load(self, content: dict[str, Any], *, is_in_memory: bool) -> None:
         self.seed = load_content(
@@ -225,11 +234,13 @@ def require_only_state(
     return identity
 
 
-def read_content(data: mmap.mmap) -> dict[str, Any]:
-    """Return the content of a checkpoint's state file."""
-    stream = cast("IO[bytes]", data)  # an mmap has all methods that torch.load uses, and is not copied like a BytesIO
+def read_content(memory: NodeMemory) -> dict[str, Any]:
+    """Return the content of a checkpoint's state file; its tensors are views of the memory if that has a descriptor."""
+    is_mapped = memory.descriptor >= 0
+    # An mmap has all methods that torch.load uses, and is not copied like a BytesIO.
+    file = f"/proc/self/fd/{memory.descriptor}" if is_mapped else cast("IO[bytes]", memory.data)
     with torch.device("cpu"):  # torch.load builds a sparse tensor on the default device, despite map_location
-        content: dict[str, Any] = torch.load(stream, weights_only=True, map_location="cpu")
+        content: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=is_mapped)
     return content
 
 

@@ -34,9 +34,10 @@ from trainer_runtime.checkpoint import (
     warn,
 )
 from trainer_runtime.checkpoint_files import sync_directory
-from trainer_runtime.dist import Shared, is_main
+from trainer_runtime.dist import is_main
 from trainer_runtime.manifest import EXTRA, final_name
 from trainer_runtime.record import CommittedCheckpoint, StateId
+from trainer_runtime.sharing import Shared
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:

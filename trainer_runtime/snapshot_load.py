@@ -1,9 +1,9 @@
 """Restoring from a snapshot that the nodes' agents hold in memory, on every rank.
 
-Each rank asks its own agent which pieces its node holds. The common part is taken from there; if a node lacks it, the
-lowest rank that has it broadcasts it. A rank's own part is usually there too; otherwise a node that holds it posts it
-to the rank store. What a rank holds of sharded objects is in its part; where a node lacks what its ranks need of it,
-the lowest rank that has it broadcasts it. A piece with a wrong checksum is treated as missing.
+Each rank asks its own agent which pieces its node holds. The common part is taken from there; nodes that lack it
+receive it from the lowest rank that has it, once each. A rank's own part is usually there too; otherwise a node that
+holds it posts it to the rank store. What a rank holds of sharded objects is in its part; nodes whose ranks need parts
+that they lack receive them in the same way. A piece with a wrong checksum is treated as missing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch
 
 from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import SHARDED
-from trainer_runtime.dist import broadcast_in_place, do_on_all, is_main, local_rank, rank, sum_over_ranks
+from trainer_runtime.dist import do_on_all, is_main, local_rank, rank, sum_over_ranks
 from trainer_runtime.dist import world_size as present_size
 from trainer_runtime.flat import Flattener, unflatten
 from trainer_runtime.hostcopy import HostCopier
+from trainer_runtime.node_memory import NodeMemory
+from trainer_runtime.sharing import spread
 from trainer_runtime.snapshot_memory import checksum
 
 if TYPE_CHECKING:
@@ -61,7 +63,10 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
     source = next((each for each, size in enumerate(sizes) if size), None)
     if source is None:
         _exit_unreadable(channel, "the common part")
-    content = unflatten(local.common if local.common is not None and all(sizes) else _broadcast(local.common, source))
+    common = local.common if all(sizes) else _receive(local.common, source, is_wanted=not has_common)
+    if common is None:
+        raise AssertionError(f"rank {source} has sent nothing")
+    content = unflatten(common)
     content["objects"] = contents.copy_kept(content["objects"])
     parts = _find_parts(channel, messages, local.parts, sizes[source])
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
@@ -98,15 +103,13 @@ def _map(piece: ReplicaPiece) -> memoryview | None:
     return None
 
 
-def _broadcast(piece: memoryview | None, source: int) -> mmap.mmap:
-    """Broadcast a piece from rank `source`."""
-    own = piece if piece is not None and rank() == source else None
-    (size,) = sum_over_ranks(0 if own is None else len(own))
-    payload = mmap.mmap(-1, size)
-    if own is not None:
-        payload[:] = own
-    broadcast_in_place(payload, source)
-    return payload
+def _receive(piece: memoryview | None, source: int, *, is_wanted: bool) -> memoryview | None:
+    """Return this rank's piece, or if it wants it that of rank `source`. A collective."""
+    received = spread(None if piece is None else NodeMemory(piece), source, is_wanted=is_wanted)
+    if received is None:
+        return piece
+    received.close()
+    return memoryview(received.data)
 
 
 def _find_parts(
@@ -171,8 +174,7 @@ def _gather_from(channel: AgentChannel, gathering: Gathering, local: dict[int, m
             holders = sum_over_ranks(*(has == rank() and each in local for has in range(world)))
             if not any(holders):
                 _exit_unreadable(channel, f"the part of rank {each}")
-            sent = _broadcast(data, holders.index(1))
-            data = data if data is not None else memoryview(sent)
+            data = _receive(data, holders.index(1), is_wanted=needed[each] and data is None)
         do_on_all(partial(_add, gathering, data if needed[each] else None))
 
 

@@ -104,6 +104,8 @@ def _registration_s(leader: AgentState, nodes: list[Node]) -> float:
         wake_at(state, now)
         costs.append(time.thread_time() - began_s)
         assert not any(isinstance(effect, fx.StoreEffect) for effect in effects), effects
+    assert state.view is not None
+    assert len(state.view.nodes) == len(nodes), "the leader has not taken in all of them"
     return statistics.median(costs[-_LAST:])
 
 

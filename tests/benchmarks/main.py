@@ -51,6 +51,12 @@ def main() -> None:
     smoke.require_whole(asked.word, written)
 
 
+def words() -> set[str]:
+    """The first words of `scripts/bench`; recovery is what it measures without one."""
+    parts = next(each for each in _build_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    return {"recovery", *parts.choices}
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _build_parser()
     asked = parser.parse_args(argv)

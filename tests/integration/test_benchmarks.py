@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import smoke
+from benchmarks import main, smoke
 from benchmarks.guard import RATIOS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_each_word_measures_all_at_its_smoke_size(name: str, tmp_path: Path) -> 
 
 
 def test_there_is_a_smoke_size_and_a_run_for_each_word() -> None:
-    assert {words[0] if words else "recovery" for words, _ in RUNS.values()} == smoke.SIZES.keys()
+    assert {words[0] if words else "recovery" for words, _ in RUNS.values()} == smoke.SIZES.keys() == main.words()
 
 
 @pytest.mark.parametrize(

@@ -351,16 +351,17 @@ import mmap, time
 from datetime import timedelta
 import torch.distributed as dist
 import trainer_runtime as tr
-from trainer_runtime.dist import Shared, share_from_main
+from trainer_runtime.node_memory import NodeMemory
+from trainer_runtime.sharing import Shared, share_from_main
 
 def read():
     time.sleep(15)
-    return Shared(7, mmap.mmap(-1, 3))
+    return Shared(7, NodeMemory(mmap.mmap(-1, 3)))
 
 tr.init()
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10))
 number, data, _ = share_from_main(read)
-print("received", number, len(data))
+print("received", number, len(data.data))
 """
 
 

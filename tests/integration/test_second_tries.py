@@ -44,6 +44,13 @@ def test_second(server):
     assert was_there
 """
 
+ENDS_ITS_PROCESS_LATER = """
+import os, time, threading
+def test_ends_later():
+    if "PYTEST_XDIST_WORKER" in os.environ: threading.Timer(0.3, os._exit, [1]).start()
+def test_meanwhile(): time.sleep(1)
+"""
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
@@ -115,6 +122,14 @@ def test_one_that_uses_a_process_of_its_session_is_a_process_test(
     done = run(USES_A_SESSIONS_PROCESS)
     assert done.returncode == 0, done.stdout
     assert "FLAKY test_0.py::test_second" in done.stdout
+
+
+def test_a_process_that_is_lost_between_two_tests_fails_the_run(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = run(ENDS_ITS_PROCESS_LATER, ENDS_ITS_PROCESS_LATER, workers=2)
+    assert done.returncode != 0, done.stdout
+    assert "a process of pytest-xdist was lost" in done.stdout
 
 
 def test_more_than_three_fail_the_run(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:

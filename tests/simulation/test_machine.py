@@ -145,7 +145,7 @@ def test_any_scenario_ends_well() -> None:
     run_state_machine_as_test(
         Job,
         settings=settings(
-            max_examples=60,
+            max_examples=40,
             stateful_step_count=30,
             derandomize=True,
             deadline=None,

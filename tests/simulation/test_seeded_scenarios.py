@@ -368,17 +368,17 @@ def train_on(cluster: Cluster, steps: int) -> None:
     cluster.run_until(lambda: cluster.training.newest_step >= goal, within_s=300.0)
 
 
-def test_two_hundred_failures_do_not_end_a_job_that_makes_progress() -> None:
+def test_a_hundred_failures_do_not_end_a_job_that_makes_progress() -> None:
     """At the defaults: ten restarts, and a minute of training to refill them."""
     cluster = Cluster(0, np=(2, 2), policy=replace(POLICY, max_restarts=10))
     cluster.training.tells_pace, cluster.training.speed_s = True, 5.0
     agents = [cluster.start("a"), cluster.start("b")]
-    for count in range(200):
+    for count in range(100):
         train_on(cluster, 4)
         cluster.fail_worker(agents[count % 2])
         cluster.run_until(lambda number=count + 2: cluster.max_group >= number)
     train_on(cluster, 1)
-    assert cluster.max_group == 201
+    assert cluster.max_group == 101
     assert cluster.invariants.result is None
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,17 @@ def test_a_bound_without_a_field_is_refused(tmp_path: Path) -> None:
     path.write_text("[commit]\nbound = 3.0\ndate = 2026-11-26\n", encoding="utf-8")
     with pytest.raises(TypeError, match="missing"):
         read_bounds(path)
+
+
+def test_the_docs_list_every_ratio() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = page.partition("## Guard\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == guard.RATIOS.keys()
+
+
+def test_every_module_whose_coverage_is_required_exists() -> None:
+    """Coverage only warns of a name that no module has, and then requires nothing of it."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    sources = project["tool"]["coverage"]["run"]["source"]
+    assert sources
+    assert all(find_spec(name) for name in sources)

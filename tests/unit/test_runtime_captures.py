@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -199,3 +200,18 @@ def test_the_main_thread_is_asked_between_two_of_its_operations() -> None:
     wait_for(lambda: threads, "the call", BOUND_S)
     asking.join()
     assert threads == [threading.main_thread()]
+
+
+def test_the_layout_of_a_state_is_computed_once(tmp_path: Path) -> None:
+    """It takes longer than all else that a commit does: random states and values change, and no tensor is replaced."""
+    training = Training(tmp_path, save_every=100)
+    for _ in range(2):
+        training.step()
+    capturer = training.state._saver.capturer  # type: ignore[union-attr] # it was restored
+    before = [piece.layout for piece in capturer.flatten() if piece is not None]
+    torch.rand(3)
+    random.random()
+    training.step()
+    after = [piece.layout for piece in capturer.flatten() if piece is not None]
+    assert len(after) == 2
+    assert [*map(id, before)] == [*map(id, after)]

@@ -84,7 +84,7 @@ def test_choice(tmp_path: Path, there: list[tuple[str, int, int, float]], fresh:
     for run, group, step, saved_at in there:
         make(tmp_path, run, group, step, float(saved_at))
     found = find(tmp_path, "us", fresh=fresh)
-    assert (found and bytes(found.data).decode()) == chosen
+    assert (found and bytes(found.data.data).decode()) == chosen
 
 
 def test_a_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
