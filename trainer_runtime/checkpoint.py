@@ -203,7 +203,11 @@ def _read_files(checkpoint_dir: Path, manifest: Manifest) -> NodeMemory:
     for entry in others:
         _read_checked(checkpoint_dir, entry, None)
     memory = allocate(max(state.bytes, 1))
-    _read_checked(checkpoint_dir, state, memory)
+    try:
+        _read_checked(checkpoint_dir, state, memory)
+    except BaseException:
+        memory.close()
+        raise
     return memory
 
 

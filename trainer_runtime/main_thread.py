@@ -7,34 +7,30 @@ first changes a tensor and then counts its version up. Between two bytecodes non
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_due: deque[Callable[[], None]] = deque()
 
 
-class MainThreadCall:
-    """A function that the main thread is to call between two of its bytecodes.
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)  # type: ignore[untyped-decorator]
+def _call_all(_argument: object) -> int:
+    """Call what is due. This one C function exists as long as the process: it may be called late."""
+    while _due:
+        _due.popleft()()
+    return 0
 
-    It may interrupt any Python code, also code that holds a lock, so it must not take one. Keep this object until it
-    was called.
 
-    Args:
-        function: must not raise an exception.
+def call_on_main_thread(function: Callable[[], None]) -> None:
+    """Let the main thread call a function between two of its bytecodes, once it runs Python code. Returns at once.
+
+    The function may interrupt any Python code, also code that holds a lock, so it must not take one, nor raise an
+    exception. It is called late where too many calls are pending: with the next one that is not.
+
+    Source: `Py_AddPendingCall` of Python's C API, which any thread may call.
     """
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        def call(_argument: object) -> int:
-            function()
-            return 0
-
-        self._call = _PENDING_CALL(call)
-
-    def request(self) -> None:
-        """Ask for the call, which comes once the main thread runs Python code, or never where too many are requested.
-
-        Source: `Py_AddPendingCall` of Python's C API, which any thread may call.
-        """
-        ctypes.pythonapi.Py_AddPendingCall(self._call, None)
+    _due.append(function)
+    ctypes.pythonapi.Py_AddPendingCall(_call_all, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,7 +36,6 @@ from trainer_runtime.snapshots import SnapshotTaker, open_snapshot_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
-    from pathlib import Path
 
     from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.capture.shard_writer import ShardWriter
@@ -120,8 +120,10 @@ class Restorer:
             self.pos.saved = NOT_SAVED  # there is no checkpoint of this step
             self.pos.last_due = int(messages.broadcast("committed", lambda: str(self._opener.committed_step)))
         handoff = self._join_handoffs(messages)
+        shards = self._open_shard_writer(messages, group, turn)
         seed = self._agree_on_seed(messages)
         descriptor = open_snapshot_memory(self.channel, messages, has_load_hooks=bool(self.load_hooks))
+        # After the writers: at the exit of the process what was made last ends first, and they wait for the copy.
         capturer = Capturer(
             self.contents,
             self.pos,
@@ -141,7 +143,7 @@ class Restorer:
             exchange=Exchange(open_rank_messages(group, turn) if is_main() else messages, rank(), world_size()),
             writer=self._opener.writer,
             hooks=self.save_hooks,
-            shards=self._open_shard_writer(messages, group, turn),
+            shards=shards,
         )
         snapshots = None
         if descriptor is not None and self.channel is not None:
@@ -236,9 +238,10 @@ def require_only_state(
 
 def read_content(memory: NodeMemory) -> dict[str, Any]:
     """Return the content of a checkpoint's state file; its tensors are views of the memory if that has a descriptor."""
-    is_mapped = memory.descriptor >= 0
+    path = f"/proc/self/fd/{memory.descriptor}"
+    is_mapped = memory.descriptor >= 0 and Path(path).exists()
     # An mmap has all methods that torch.load uses, and is not copied like a BytesIO.
-    file = f"/proc/self/fd/{memory.descriptor}" if is_mapped else cast("IO[bytes]", memory.data)
+    file = path if is_mapped else cast("IO[bytes]", memory.data)
     with torch.device("cpu"):  # torch.load builds a sparse tensor on the default device, despite map_location
         content: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=is_mapped)
     return content

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from trainer_runtime.capture.local import is_sharded, local_of
 from trainer_runtime.checkpoint import warn
-from trainer_runtime.main_thread import MainThreadCall
+from trainer_runtime.main_thread import call_on_main_thread
 from trainer_runtime.snapshot_memory import read_copy
 
 if TYPE_CHECKING:
@@ -107,9 +107,8 @@ class Capture:
 
         Called once, by the thread that writes, after `read`.
         """
-        call = MainThreadCall(self._compare)
         if self._verdicts.empty() and self._is_of_main_thread:
-            call.request()
+            call_on_main_thread(self._compare)
         if not self._verdicts.get():
             raise ChangedError(
                 "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step while "

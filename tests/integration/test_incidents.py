@@ -189,6 +189,7 @@ def control_group(controller: str) -> Iterator[Path]:
         group.rmdir()
 
 
+@pytest.mark.long("test_causes.py: what is said of a worker that its control group's limit has killed")
 def test_a_worker_that_the_memory_limit_kills_is_named(failing: Callable[..., Failing]) -> None:
     """Its agent, in the same control group, lives on."""
     job = failing("memory")

@@ -23,7 +23,7 @@ from trainer_runtime.integrations.common import join
 PROGRAMS = Path(__file__).with_name("integrations")
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-FRAMEWORKS = ("transformers", "accelerate", "accelerate_fsdp2", "lightning")
+FRAMEWORKS = ("transformers", "accelerate", "accelerate_fsdp2", "lightning", "lightning_fsdp2")
 
 
 class Program(Job):

@@ -153,3 +153,30 @@ def test_a_file_that_rank_0_does_not_see_whole_is_no_checkpoint(tmp_path: Path) 
         more.write(b"1")
     with pytest.raises(FileNotFoundError, match="rank 0 does not see"):
         write_list(tmp_path, [file], {})
+
+
+ENDS = """
+import torch
+import trainer_runtime as tr
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+tr.init()
+net = nn.Linear(600, 600)  # enough to be copied by a thread
+fully_shard(net)
+opt = torch.optim.AdamW(net.parameters())
+state = tr.State(save_every=2, model=net, opt=opt)
+state.restore()
+for _ in range(2):
+    net(torch.ones(1, 600)).sum().backward()
+    opt.step()
+    state.commit()
+"""
+
+
+def test_a_script_that_ends_after_a_commit_has_saved_its_shards(tmp_path: Path) -> None:
+    """Nothing else compares what was copied with what is there: no further step is taken."""
+    results = run(ENDS, tmp_path / "checkpoints", world=2, group=1)
+    assert [code for code, _ in results] == [0, 0], results
+    assert [path.name.endswith("-s000000002") for path in (tmp_path / "checkpoints").iterdir()] == [True], results
+    assert not any("was not settled" in line or "were not written" in line for _, lines in results for line in lines)

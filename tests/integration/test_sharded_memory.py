@@ -79,7 +79,7 @@ def test_ranks_continue_from_what_they_held_with_the_same_bits(
 @pytest.mark.parametrize(
     ("how", "world", "after", "then"),
     some(
-        [("2d", 4, 3, "fsdp")],
+        [("fsdp", 2, 4, "fsdp")],
         of=[
             ("fsdp", 4, 3, "fsdp"),
             ("fsdp", 2, 4, "fsdp"),

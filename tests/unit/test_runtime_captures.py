@@ -17,7 +17,7 @@ from waiting import wait_for
 import trainer_runtime as tr
 from trainer_runtime import contract, snapshot_copy, writer
 from trainer_runtime import state as state_
-from trainer_runtime.main_thread import MainThreadCall
+from trainer_runtime.main_thread import call_on_main_thread
 from trainer_runtime.snapshot_page import create_memory, read_slots
 
 if TYPE_CHECKING:
@@ -194,12 +194,17 @@ def test_a_copy_for_a_checkpoint_alone_is_no_snapshot(tmp_path: Path, memory: in
 
 def test_the_main_thread_is_asked_between_two_of_its_operations() -> None:
     threads: list[threading.Thread] = []
-    call = MainThreadCall(lambda: threads.append(threading.current_thread()))
-    asking = threading.Thread(target=call.request)
+
+    def ask() -> None:
+        for _ in range(200):  # more than can be pending
+            call_on_main_thread(lambda: threads.append(threading.current_thread()))
+
+    asking = threading.Thread(target=ask)
     asking.start()
-    wait_for(lambda: threads, "the call", BOUND_S)
     asking.join()
-    assert threads == [threading.main_thread()]
+    call_on_main_thread(lambda: None)
+    wait_for(lambda: len(threads) == 200, "the calls", BOUND_S)
+    assert {*threads} == {threading.main_thread()}
 
 
 def test_the_layout_of_a_state_is_computed_once(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Lightning's Trainer: a State saves what Lightning would put into its own checkpoint file.
 
 The State is restored in `on_fit_start`, when model, strategy and process group exist. Lightning's part is put where
-Lightning keeps a checkpoint that it has just read, and Lightning takes it from there.
+Lightning keeps a checkpoint that it has just read, and Lightning takes it from there. What `ModelParallelStrategy`
+shards belongs to the State itself: model and optimizers, of which each rank saves what it holds.
 
 **Committing.** A step is committed when the next batch begins or the training ends: only then are the validation that
 was due with the step, and the end of its epoch, done.
@@ -14,10 +15,13 @@ loader's generator; these are saved too.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 
+from trainer_runtime.capture.local import has_shards
 from trainer_runtime.integrations.common import DeferredState, join, restore_early
 from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.parts import PerRank
@@ -56,19 +60,30 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
 
         Raises:
             RuntimeError: `fit` is called a second time, or not all workers train together.
-            ValueError: the strategy shards the model.
+            ValueError: the strategy shards the model otherwise than by `fully_shard` or `parallelize_module`.
         """
         if self._state is not None:
             raise RuntimeError("fit() was already called; use a Trainer and a LightningCallback for each training")
-        if trainer.strategy.restore_checkpoint_after_setup:
+        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy) and has_shards(pl_module)
+        if trainer.strategy.restore_checkpoint_after_setup and not is_sharded:
             name = type(trainer.strategy).__name__
-            raise ValueError(f"LightningCallback wants a model that is whole on every rank, got {name}")
+            raise ValueError(
+                "LightningCallback wants a model that is whole on every rank, or one that ModelParallelStrategy and "
+                f"fully_shard or parallelize_module have sharded, got {name} without one"
+            )
         join(
             trainer.world_size, "give Trainer(num_nodes=..., devices=...) the numbers of nodes, and of workers on each"
         )
         progress = DeferredState(lambda: _read_progress(trainer))
         order = DeferredState(lambda: self._epoch_began)
-        self._state = State(**self._options, model=pl_module, trainer=progress, order=PerRank(order))
+        sharded = {f"optimizer{number}": each for number, each in enumerate(trainer.strategy.optimizers)}
+        self._state = State(
+            **self._options,
+            model=pl_module,
+            **(sharded if is_sharded else {}),
+            trainer=progress,
+            order=PerRank(order),
+        )
         set_random_states = restore_early(self._state)
         restored = progress.take()
         if restored is None:
@@ -164,8 +179,9 @@ class _Resumed:
 
 
 def _read_progress(trainer: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return what Lightning puts into a checkpoint, except the model and its hyperparameters."""
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001
+    """Return what Lightning puts into a checkpoint, except the model, its hyperparameters, and what is sharded."""
+    with _without_shards(trainer.strategy):
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001
     kept = {name: value for name, value in checkpoint.items() if name != "state_dict" and "hyper_param" not in name}
     # A loader that keeps its position is already past the batch that now begins.
     kept["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
@@ -175,12 +191,29 @@ def _read_progress(trainer: Any) -> dict[str, Any]:  # noqa: ANN401
 def _load_progress(trainer: Any, progress: dict[str, Any]) -> None:  # noqa: ANN401
     """Do what Lightning does with a checkpoint that it has read; the rest follows after `on_fit_start`."""
     connector = trainer._checkpoint_connector  # noqa: SLF001
-    model = trainer.strategy.lightning_module_state_dict()
+    with _without_shards(trainer.strategy):
+        model = trainer.strategy.lightning_module_state_dict()
     connector._loaded_checkpoint = {**progress["checkpoint"], "state_dict": model}  # noqa: SLF001
     connector.restore_datamodule()
     connector.restore_model()
     connector.restore_callbacks()
     trainer.should_stop = progress["should_stop"]
+    # With a sharding strategy this comes later, and would read what `fit(ckpt_path=...)` names.
+    connector._restore_modules_and_callbacks = lambda *_: None  # noqa: SLF001
+
+
+@contextmanager
+def _without_shards(strategy: Any) -> Iterator[None]:  # noqa: ANN401
+    """Let a sharding strategy return nothing of model and optimizers: it would gather them from all ranks."""
+    if not isinstance(strategy, ModelParallelStrategy):
+        yield
+        return
+    strategy.lightning_module_state_dict = dict
+    strategy.optimizer_state = lambda _optimizer: {}
+    try:
+        yield
+    finally:
+        del strategy.lightning_module_state_dict, strategy.optimizer_state
 
 
 def _samplers(trainer: Any) -> Iterator[object]:  # noqa: ANN401

@@ -54,16 +54,14 @@ class Module(lightning.LightningModule):
         self.validated = checkpoint["validated"]
 
 
-def main() -> None:
+def main(module: Module, strategy: object) -> None:
     """Train."""
-    lightning.seed_everything(5, verbose=False)
-    module = Module()
     loader = DataLoader(bench.Numbers(), batch_size=bench.BATCH, shuffle=True)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        strategy="ddp" if bench.WORLD > 1 else "auto",
+        strategy=strategy,
         max_epochs=bench.EPOCHS,
         accumulate_grad_batches=2,
         val_check_interval=0.5,
@@ -84,4 +82,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    lightning.seed_everything(5, verbose=False)
+    main(Module(), "ddp" if bench.WORLD > 1 else "auto")
