@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_EXTRA_STATE = "_extra_state"
+"""The end of the keys under which modules keep what is neither parameter nor buffer."""
+
 SHARDED = "sharded"
 """The key of what a rank holds of sharded objects, in its part of a snapshot and in the content to load."""
 
@@ -131,12 +134,16 @@ class Contents:
                 raise TypeError(fault)
 
     def copy_kept(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return `saved` with copies of all that `load` would keep by reference; a module copies by itself."""
+        """Return `saved` with copies of all that `load` would keep by reference; a module copies tensors by itself."""
         copier = HostCopier()
-        return {
-            name: state if isinstance(self._whole.get(name), nn.Module) else copier.copy(state)
-            for name, state in saved.items()
-        }
+        for name, state in saved.items():
+            if not isinstance(self._whole.get(name), nn.Module):
+                saved[name] = copier.copy(state)
+                continue
+            for key in state:
+                if key.endswith(_EXTRA_STATE):
+                    state[key] = copier.copy(state[key])
+        return saved
 
     def load(self, saved: dict[str, Any], saved_part: dict[str, Any]) -> None:
         """Load what `read` returned.

@@ -67,6 +67,12 @@ def open_of(process: int, number: int, size: int) -> NodeMemory | None:
 
 def node_key() -> int:
     """Return a number that only processes share which see each other's files below /proc."""
+    with suppress(OSError):
+        return _key_of_namespace()
+    return int.from_bytes(secrets.token_bytes(_NUMBER_BYTES))  # not all of /proc is there: shared with nobody
+
+
+def _key_of_namespace() -> int:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     parts = boot, f"{Path('/proc/self/ns/pid').readlink()}", f"{os.geteuid()}", os.environ.get(contract.NODE_ID, "")
     return int.from_bytes(blake2b("\0".join(parts).encode(), digest_size=_NUMBER_BYTES).digest())

@@ -112,8 +112,10 @@ class Restorer:
         group, data, is_in_memory = self._start
         messages = open_rank_messages(group, turn)
         if data is not None:
-            do_on_all(lambda: self._load(self._read_content(data), is_in_memory=False))
-            data.close()
+            try:
+                do_on_all(lambda: self._load(self._read_content(data), is_in_memory=False))
+            finally:
+                data.close()
         elif is_in_memory and self.channel is not None:
             content = read_from_memory(self.channel, messages, self.contents)
             do_on_all(lambda: self._load(content, is_in_memory=True))
@@ -130,7 +132,7 @@ class Restorer:
             seed=seed,
             has_common=is_main() or (descriptor is not None and local_rank() == 0),
             descriptor=descriptor,
-            report=lambda step: None if self.channel is None else self.channel.report_snapshot(step),
+            report=_ignore if self.channel is None else self.channel.report_snapshot,
         )
         saver = Saver(
             directory=self.directory,
@@ -198,6 +200,10 @@ class Restorer:
         if self.seed is not None:
             return self.seed
         return int(messages.broadcast("seed", lambda: str(torch.initial_seed())))
+
+
+def _ignore(_step: int) -> None:
+    """Report nothing."""
 
 
 @contextmanager

@@ -204,7 +204,12 @@ class Saver:
             self.exchange.post_part(pos.at, self.contents.parts.read_checked())
             if self.shards is not None:
                 self.shards.finish()  # before a copy is made, so that at most one is made for a checkpoint
-                self.shards.begin(pos.at, stem_of(self.run, self.group, *pos.at), capture or self._capture())
+                try:
+                    capture = capture or self._capture()
+                except Exception as error:
+                    self.shards.refuse(pos.at, error)
+                    raise
+                self.shards.begin(pos.at, stem_of(self.run, self.group, *pos.at), capture)
         else:
             try:
                 self._write(self.writer, handoff, capture)
@@ -216,21 +221,20 @@ class Saver:
     def _write(self, writer: Writer, handoff: int, capture: Capture | None) -> None:
         metrics = as_numbers(self.pos.metrics)
         self.contents.check_outlines()
+        written = _Mark(self.contents)
         content = _Captured(capture or self._capture(), self.pos.at, self.exchange, self.shards, script_line())
-        self._written = _Mark(self.contents)
-        try:
-            writer.write(
-                content,
-                step=self.pos.step,
-                save=self.pos.save,
-                world_size=world_size(),
-                metrics=metrics,
-                hooks=self.hooks,
-                handoff=handoff,
-            )
-        except BaseException:
-            content.release()
-            raise
+        if self.hooks:
+            self.capturer.settle()  # they may change weights in any way, for what they write
+        writer.write(
+            content,
+            step=self.pos.step,
+            save=self.pos.save,
+            world_size=world_size(),
+            metrics=metrics,
+            hooks=self.hooks,
+            handoff=handoff,
+        )
+        self._written = written
 
     def _capture(self) -> Capture:
         """Copy the state for this checkpoint alone."""
@@ -241,7 +245,7 @@ class _Captured(Content):
     """A captured State, with the parts of the other ranks.
 
     Args:
-        capture: the copy, leased until `release`.
+        capture: the copy, leased from `prepare` to `release`.
         at: step and save.
         exchange: provides the other ranks' parts.
         shards: writes what the ranks hold of sharded objects; None: nothing is sharded.
@@ -257,9 +261,9 @@ class _Captured(Content):
         self._exchange = exchange
         self._shards = shards
         self._where = where
-        capture.lease()
 
     def prepare(self, private: Path) -> None:
+        self._capture.lease()
         if self._shards is not None:
             self._shards.offer(self._at, private)
 

@@ -12,14 +12,15 @@ a step was captured.
 A script may break the rule and change a parameter by hand. The tensors' version counters show that: the copy is
 dropped, and from then on everything is copied before `commit` returns. The counters are compared before the next
 optimizer step. A checkpoint that is written from the copy does not wait for that if it comes late, as after an
-evaluation: it lets the main thread compare them as soon as it runs Python code.
+evaluation: the main thread is asked to compare them as soon as it runs Python code. What is copied for a checkpoint
+alone is copied at once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,7 @@ class Capture:
         self._memory = memory
         self._copying = copying
         self._is_of_main_thread = threading.current_thread() is threading.main_thread()
+        self._is_leased = False
         self._versions = versions
         self._versions_then = versions()
         # Its `put` may interrupt another one.
@@ -87,6 +89,7 @@ class Capture:
 
     def lease(self) -> None:
         """Keep the copy as it is until `release`."""
+        self._is_leased = True
         self._memory.lease(self.begun)
 
     def release(self) -> None:
@@ -107,13 +110,17 @@ class Capture:
 
         Called once, by the thread that writes, after `read`.
         """
-        if self._verdicts.empty() and self._is_of_main_thread:
-            call_on_main_thread(self._compare)
+        self.ask()
         if not self._verdicts.get():
             raise ChangedError(
                 "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step while "
                 "they were copied"
             )
+
+    def ask(self) -> None:
+        """On a thread, after everything was copied: let the main thread compare, if a checkpoint waits for that."""
+        if self._is_leased and self._is_of_main_thread and self._verdicts.empty():
+            call_on_main_thread(self._compare)
 
     def is_unchanged(self) -> bool:
         """Return whether no tensor was changed since the copy began."""
@@ -165,6 +172,9 @@ class SnapshotCopier:
         """Make a copy; if it is a snapshot, finish it when all is copied. `join` comes first."""
         all_sources = [*begun.part.sources, *begun.common.sources]
         all_targets = [*begun.part.targets, *begun.common.targets]
+        if not begun.is_snapshot:  # the script waits for the checkpoint anyway, or is rarely held up
+            _copy(all_sources, all_targets)
+            return Capture(begun, self._memory)
         split = self._split_up(begun.part.layout, begun.common.layout)
         self._stepped.clear()
         _copy(split.now(all_sources), split.now(all_targets))
@@ -179,10 +189,11 @@ class SnapshotCopier:
             self._copy_later(begun, sources, targets, events)
             return read_versions() == versions
 
-        self._copying = self._pool.submit(copy_later)
-        self._newest = Capture(begun, self._memory, self._copying, read_versions)
-        self._finishing = self._pool.submit(self._finish_later, begun, self._copying)
-        return self._newest
+        copying = self._pool.submit(copy_later)
+        self._newest = newest = Capture(begun, self._memory, copying, read_versions)
+        self._copying = copying
+        self._finishing = self._pool.submit(self._finish_later, newest, copying)
+        return newest
 
     @property
     def is_copying(self) -> bool:
@@ -192,24 +203,27 @@ class SnapshotCopier:
     def join(self) -> None:
         """Wait until the last snapshot is finished or dropped."""
         self._join_copying()
-        finishing, self._finishing = self._finishing, None
-        if finishing is not None:
-            self._wait(finishing)
+        if self._finishing is not None:
+            self._wait(self._finishing)
+            self._finishing = None
 
     def _join_copying(self) -> None:
         """Wait until nothing is being copied, so that tensors may be changed."""
-        (copying, self._copying), (newest, self._newest) = (self._copying, None), (self._newest, None)
+        copying, newest = self._copying, self._newest
         if copying is None or newest is None:
             return
-        is_right = False
-        try:
-            self._wait(copying)
-            is_right = newest.is_unchanged()
-        except BaseException:
+        began = time.monotonic()
+        wait([copying])
+        self._waited_s += time.monotonic() - began
+        if self._copying is not copying:
+            return  # a signal's handler has done all of this meanwhile
+        self._copying = self._newest = None
+        if error := copying.exception():
             self._finishing = None  # it would raise the same error again
-            raise
-        finally:
-            newest.settle(is_right=is_right)
+            newest.settle(is_right=False)
+            raise error
+        is_right = newest.is_unchanged()
+        newest.settle(is_right=is_right)
         if is_right:
             return
         finishing, self._finishing = self._finishing, None
@@ -282,15 +296,17 @@ class SnapshotCopier:
         else:
             _copy(sources, targets)
 
-    def _finish_later(self, begun: Unfinished, copying: Future[bool]) -> bool:
-        """On the thread, after the copy: finish a snapshot if it is right; return whether it is one."""
-        return copying.result() and self._finish(begun)
+    def _finish_later(self, newest: Capture, copying: Future[bool]) -> bool:
+        """On the thread, after the copy: finish a snapshot if it is right; return whether it is."""
+        if not copying.result():
+            return False
+        newest.ask()
+        self._finish(newest.begun)
+        return True
 
-    def _finish(self, begun: Unfinished) -> bool:
-        if begun.is_snapshot:
-            self._memory.finish(begun)
-            self._report(begun.step)
-        return begun.is_snapshot
+    def _finish(self, begun: Unfinished) -> None:
+        self._memory.finish(begun)
+        self._report(begun.step)
 
 
 @dataclass(frozen=True, slots=True)

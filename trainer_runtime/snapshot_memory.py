@@ -173,6 +173,10 @@ class SnapshotMemory:
         self._seqs[begun.index] = 0
         empty_slot(self._header, begun.index)
 
+    def forget(self) -> None:
+        """Keep no reference to what was copied."""
+        self._known.clear()
+
     def lease(self, begun: Unfinished) -> None:
         """Keep a copy as it is until `release`. At most one is leased at a time."""
         self._leased.add(begun.index)

@@ -168,7 +168,7 @@ class Writer:
         """Begin to write a checkpoint; a thread does the rest. Waits first for the previous checkpoint.
 
         Args:
-            content: what to write; released once it is written, but not if writing could not begin.
+            content: what to write; released in any case.
             step: number of committed steps.
             save: number of the save of this step; there is at most one checkpoint for each.
             world_size: number of ranks that trained it.
@@ -202,10 +202,14 @@ class Writer:
             metrics=metrics,
             previous=(*superseded, *kept),
         )
-        with removed_on_error(private):
-            private.mkdir()
-            call_hooks(private, hooks)
-            content.prepare(private)
+        try:
+            with removed_on_error(private):
+                private.mkdir()
+                call_hooks(private, hooks)
+                content.prepare(private)
+        except BaseException:
+            content.release()
+            raise
         task = _Task(manifest, content, kept, superseded, handoff, began_at)
         self._is_on_disk.clear()
         self._thread = threading.Thread(target=self._run_task, args=(task,), name="checkpoint", daemon=True)

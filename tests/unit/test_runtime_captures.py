@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -110,27 +111,31 @@ def snapshots(memory: int) -> list[int]:
     return sorted(slot.step for slot in read_slots(memory))
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_checkpoint_has_the_weights_of_its_step_although_they_are_copied_later(tmp_path: Path, copies: Gate) -> None:
     training = Training(tmp_path, save_every=2)
     copies.open()
     for _ in range(3):
         training.step()
+    training.state.settle()
     copies.close()
     training.step()
     assert copies.is_reached.wait(BOUND_S)
-    assert training.saved().keys() == {2}
+    wait_for(lambda: training.saved().keys() == {2}, "the first one", BOUND_S)
     copies.open()
     training.step()
     training.state.save()
     assert training.saved() == {2: {2.0}, 4: {4.0}, 5: {5.0}}
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_step_whose_weights_were_changed_by_hand_while_they_were_copied_is_not_saved(
     tmp_path: Path, copies: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = Training(tmp_path, save_every=1)
     copies.open()
     training.step()
+    training.state.settle()
     copies.close()
     training.step()
     assert copies.is_reached.wait(BOUND_S)
@@ -146,6 +151,7 @@ def test_a_step_whose_weights_were_changed_by_hand_while_they_were_copied_is_not
     assert "changed other than by an optimizer's step" in told
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_checkpoint_does_not_wait_for_the_next_step(tmp_path: Path) -> None:
     """After a commit the script may evaluate for an hour."""
     training = Training(tmp_path, save_every=1)
@@ -154,14 +160,75 @@ def test_a_checkpoint_does_not_wait_for_the_next_step(tmp_path: Path) -> None:
     wait_for(lambda: training.saved() == {1: {1.0}, 2: {2.0}}, "while no step is taken", BOUND_S)
 
 
+@pytest.mark.usefixtures("memory")
 def test_a_script_that_ends_after_a_commit_has_saved_it(tmp_path: Path, copies: Gate) -> None:
     training = Training(tmp_path, save_every=2)
+    copies.open()
     training.step()
+    training.state.settle()
+    copies.close()
     training.step()
     assert copies.is_reached.wait(BOUND_S)
     threading.Thread(target=lambda: (time.sleep(0.1), copies.open())).start()  # type: ignore[func-returns-value]
     training.state.save()
     assert training.saved() == {2: {2.0}}
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_hook_may_change_weights_for_what_it_writes(tmp_path: Path, copies: Gate) -> None:
+    """As an average of the weights that takes their place for a moment, by `.data`, which nothing counts."""
+    training = Training(tmp_path, save_every=2)
+    copies.open()
+
+    @training.state.on_save
+    def swap(_path: Path) -> None:
+        kept = training.model.weight.data.clone()
+        training.model.weight.data.fill_(-7.0)
+        time.sleep(0.1)  # as long as writing takes
+        training.model.weight.data.copy_(kept)
+
+    for _ in range(3):
+        training.step()
+    training.state.save()
+    assert training.saved() == {2: {2.0}, 3: {3.0}}
+
+
+def test_without_an_agent_weights_may_be_changed_right_after_a_commit(tmp_path: Path) -> None:
+    training = Training(tmp_path, save_every=1)
+    training.step()
+    training.model.weight.data.fill_(-7.0)
+    training.state.save()
+    assert training.saved()[1] == {1.0}
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_signals_handler_may_save_while_a_step_waits_for_the_copy(tmp_path: Path, copies: Gate) -> None:
+    training = Training(tmp_path, save_every=100)
+    copies.open()
+    training.step()
+    copies.close()
+    training.step()
+    assert copies.is_reached.wait(BOUND_S)
+    previous = signal.signal(signal.SIGUSR1, lambda *_: training.state.save())
+    try:
+        threading.Timer(0.2, lambda: (os.kill(os.getpid(), signal.SIGUSR1), time.sleep(0.2), copies.open())).start()
+        training.step()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert training.saved() == {2: {2.0}}
+
+
+def test_a_checkpoint_that_cannot_begin_leases_nothing(tmp_path: Path) -> None:
+    training = Training(tmp_path, save_every=1)
+    training.step()
+    training.state.save()
+    for _ in range(5):
+        training.directory.rename(training.directory.with_name("away"))
+        training.step()
+        training.directory.with_name("away").rename(training.directory)
+    training.step()
+    training.state.save()
+    assert max(training.saved()) == 7
 
 
 def test_snapshots_go_on_in_other_slots_while_a_checkpoint_is_written_from_one(

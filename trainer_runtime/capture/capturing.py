@@ -6,6 +6,7 @@ The common part is what is equal on all ranks; each rank's own part has the rest
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +60,8 @@ class Capturer:
         self._pos = pos
         self._seed = seed
         self._has_common = has_common
+        self._has_snapshots = descriptor is not None
+        self._process = os.getpid()
         self._memory = SnapshotMemory(descriptor)
         self._copier = SnapshotCopier(contents, self._memory, report)
         self._common, self._part = Flattener(), Flattener()
@@ -94,13 +97,18 @@ class Capturer:
             raise
 
     def copy(self, state: FlatState, *, is_snapshot: bool) -> Capture:
-        """Copy the State. What an optimizer changes may be copied until its next step, by a thread."""
+        """Copy the State; of a snapshot, what an optimizer changes is copied by a thread, until its next step."""
         self._copier.join()
-        return self._copier.copy(self._memory.begin(self._pos.step, world_size(), *state, is_snapshot=is_snapshot))
+        capture = self._copier.copy(self._memory.begin(self._pos.step, world_size(), *state, is_snapshot=is_snapshot))
+        if not self._has_snapshots:  # until the next checkpoint the script may replace tensors, and need their memory
+            self._common, self._part = Flattener(), Flattener()
+            self._memory.forget()
+        return capture
 
     def settle(self) -> None:
-        """Wait until nothing is being copied."""
-        self._copier.join()
+        """Wait until nothing is being copied. A child process that was forked has nothing to wait for."""
+        if os.getpid() == self._process:
+            self._copier.join()
 
     def take_waited_s(self) -> float:
         """Return the seconds that training has waited for the copying thread since the last call."""

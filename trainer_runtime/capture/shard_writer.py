@@ -94,6 +94,10 @@ class ShardWriter:
         )
         self._thread.start()
 
+    def refuse(self, at: At, error: Exception) -> None:
+        """On ranks other than 0: tell rank 0 that this rank has no copy to write from."""
+        self._messages.post(_name(at, self._rank), _encode(f"{type(error).__name__}: {error}"))
+
     def finish(self, within_s: float | None = None) -> bool:
         """Wait until the thread has written; return whether it has."""
         if self._thread is not None:
