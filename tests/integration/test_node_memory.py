@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
-from ports import free_port
+from ranks import run
 
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-BOUND_S = 120.0
 SIZE = 40 << 20
 
 READ = f"""
@@ -54,39 +50,16 @@ print(json.dumps({{"memory": memory, "has": got is not None, "took_part": sum(re
 """
 
 
-def start(command: list[str], world: int) -> list[str]:
-    """Run it in so many ranks; return their outputs."""
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=BOUND_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * world, outputs
-    return outputs
-
-
-def run(nodes: str, forbidden: list[int], source: int, wanting: list[int]) -> list[dict[str, Any]]:
+def spread(tmp_path: Path, nodes: str, forbidden: list[int], source: int, wanting: list[int]) -> list[dict[str, Any]]:
+    """What each rank has in the end. A rank's node has the name at its place."""
     given = json.dumps([nodes, forbidden, source, wanting])
-    return [json.loads(output.splitlines()[-1]) for output in start(["-c", READ, given], len(nodes))]
+    return said(run(READ, tmp_path, given, world=len(nodes), group=1))
+
+
+def said(results: list[tuple[int, list[str]]]) -> list[Any]:
+    """The last line of each rank, which has succeeded."""
+    assert [code for code, _ in results] == [0] * len(results), results
+    return [json.loads(lines[-1]) for _, lines in results]
 
 
 def memories(found: list[dict[str, Any]]) -> list[int | None]:
@@ -95,32 +68,32 @@ def memories(found: list[dict[str, Any]]) -> list[int | None]:
     return [None if each["memory"] is None else [*order].index(each["memory"]) for each in found]
 
 
-def test_the_ranks_of_one_node_map_one_memory_and_nothing_is_sent() -> None:
-    found = run("aaa", [], 0, [0, 1, 2])
+def test_the_ranks_of_one_node_map_one_memory_and_nothing_is_sent(tmp_path: Path) -> None:
+    found = spread(tmp_path, "aaa", [], 0, [0, 1, 2])
     assert memories(found) == [0, 0, 0]
     assert [each["took_part"] for each in found] == [0, 0, 0]
 
 
-def test_another_node_receives_it_once() -> None:
-    found = run("abab", [], 0, [0, 1, 2, 3])
+def test_another_node_receives_it_once(tmp_path: Path) -> None:
+    found = spread(tmp_path, "abab", [], 0, [0, 1, 2, 3])
     assert memories(found) == [0, 1, 0, 1]
     assert {each["took_part"] for each in found} == {SIZE}
 
 
-def test_only_the_ranks_that_want_it_have_it() -> None:
-    found = run("aabb", [], 1, [2, 3])
+def test_only_the_ranks_that_want_it_have_it(tmp_path: Path) -> None:
+    found = spread(tmp_path, "aabb", [], 1, [2, 3])
     assert [each["has"] for each in found] == [False, False, True, True]
     assert memories(found) == [None, None, 0, 0]
 
 
-def test_a_rank_that_may_not_open_it_receives_a_copy_of_its_own() -> None:
-    found = run("aaa", [2], 0, [0, 1, 2])
+def test_a_rank_that_may_not_open_it_receives_a_copy_of_its_own(tmp_path: Path) -> None:
+    found = spread(tmp_path, "aaa", [2], 0, [0, 1, 2])
     assert [each["has"] for each in found] == [True] * 3
     assert memories(found) == [0, 0, None]
 
 
 RESTORE = """
-import json, sys
+import json
 from pathlib import Path
 import torch
 import trainer_runtime as tr
@@ -134,7 +107,7 @@ def own_mb():
 tr.init()
 model = nn.Linear(4096, 4096, bias=False)  # 64 MB
 opt = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-state = tr.State(checkpoint_dir=sys.argv[1], model=model, opt=opt)
+state = tr.State(model=model, opt=opt)
 began, grown, load = own_mb(), [], Contents.load
 def measured(self, *given):
     grown.append(own_mb() - began)
@@ -155,8 +128,7 @@ print(json.dumps([state.step, model.weight.unique().tolist(), momentum.unique().
 def test_a_restored_checkpoint_is_once_in_the_memory_of_the_node(tmp_path: Path) -> None:
     """A rank copies what its objects keep, here half of it, and nothing else."""
     for step in (0, 1):
-        outputs = start(["-c", RESTORE, str(tmp_path)], 3)
-        found = [json.loads(output.splitlines()[-1]) for output in outputs]
+        found = said(run(RESTORE, tmp_path, world=3, group=1))
         assert [each[:3] for each in found] == [[1, [1.0], [1.0]]] * 3
         assert all(len(each[3]) == step for each in found)
     assert all(grown < 64 + 16 for *_, [grown] in found), found

@@ -107,6 +107,14 @@ class Training:
         return {each["position"]["step"]: {*each["objects"]["model"]["weight"].unique().tolist()} for each in found}
 
 
+def step_copied_later(training: Training, copies: Gate) -> None:
+    """Take a step whose weights are not copied before the gate is opened again."""
+    training.state.settle()
+    copies.close()
+    training.step()
+    assert copies.is_reached.wait(BOUND_S)
+
+
 def snapshots(memory: int) -> list[int]:
     return sorted(slot.step for slot in read_slots(memory))
 
@@ -117,10 +125,7 @@ def test_a_checkpoint_has_the_weights_of_its_step_although_they_are_copied_later
     copies.open()
     for _ in range(3):
         training.step()
-    training.state.settle()
-    copies.close()
-    training.step()
-    assert copies.is_reached.wait(BOUND_S)
+    step_copied_later(training, copies)
     wait_for(lambda: training.saved().keys() == {2}, "the first one", BOUND_S)
     copies.open()
     training.step()
@@ -135,10 +140,7 @@ def test_a_step_whose_weights_were_changed_by_hand_while_they_were_copied_is_not
     training = Training(tmp_path, save_every=1)
     copies.open()
     training.step()
-    training.state.settle()
-    copies.close()
-    training.step()
-    assert copies.is_reached.wait(BOUND_S)
+    step_copied_later(training, copies)
     with torch.no_grad():
         training.model.weight[0] += 100
     copies.open()
@@ -165,10 +167,7 @@ def test_a_script_that_ends_after_a_commit_has_saved_it(tmp_path: Path, copies: 
     training = Training(tmp_path, save_every=2)
     copies.open()
     training.step()
-    training.state.settle()
-    copies.close()
-    training.step()
-    assert copies.is_reached.wait(BOUND_S)
+    step_copied_later(training, copies)
     threading.Thread(target=lambda: (time.sleep(0.1), copies.open())).start()  # type: ignore[func-returns-value]
     training.state.save()
     assert training.saved() == {2: {2.0}}
@@ -206,9 +205,7 @@ def test_a_signals_handler_may_save_while_a_step_waits_for_the_copy(tmp_path: Pa
     training = Training(tmp_path, save_every=100)
     copies.open()
     training.step()
-    copies.close()
-    training.step()
-    assert copies.is_reached.wait(BOUND_S)
+    step_copied_later(training, copies)
     previous = signal.signal(signal.SIGUSR1, lambda *_: training.state.save())
     try:
         threading.Timer(0.2, lambda: (os.kill(os.getpid(), signal.SIGUSR1), time.sleep(0.2), copies.open())).start()

@@ -53,8 +53,8 @@ class Capturer:
         *,
         seed: int,
         has_common: bool,
-        descriptor: int | None = None,
-        report: Callable[[int], None] = lambda _step: None,
+        descriptor: int | None,
+        report: Callable[[int], None],
     ) -> None:
         self._contents = contents
         self._pos = pos
