@@ -205,6 +205,8 @@ class RanksQuiesced:
     step: int
     is_shared: bool
     """The neighbours hold copies of the parts that only these ranks have. The event is sent again once they do."""
+    is_with_next_only: bool = False
+    """Of the neighbours, only the next member holds them, because they are large."""
 
 
 @dataclass(frozen=True)

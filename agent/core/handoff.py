@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.model import HandoffRequest
-from agent.core.neighbours import neighbours
+from agent.core.neighbours import neighbours, next_member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,16 +124,25 @@ class PlannedChange:
     members: Sequence[Member]
     """The members that continue. Empty: the group only ends."""
 
-    def keeps_memory(self, group: Group) -> bool:
+    def keeps_memory(self, group: Group, quiesced: Sequence[Quiesced] = ()) -> bool:
         """Whether no agent ends with the change, and the remaining members hold all parts of the group's snapshots.
 
-        Each member holds the common part, the parts of its own ranks, and those of its neighbours.
+        Each member holds the common part and the parts of its own ranks. Its neighbours hold these too; if they are
+        large, only the next member.
+
+        Args:
+            group: the present group.
+            quiesced: what its members have reported of the handoff; empty: it is only to be requested.
         """
         stays = {member.identity for member in self.members}
-        return self.cause != "drain" and all(
-            stays & {each.identity for each in (member, *neighbours(group, member.identity))}
-            for member in group.members
-        )
+        with_next_only = {each.identity for each in quiesced if each.is_with_next_only}
+
+        def is_held(member: Member) -> bool:
+            me = member.identity
+            others = (next_member(group, me),) if me in with_next_only else neighbours(group, me)
+            return me in stays or any(other is not None and other.identity in stays for other in others)
+
+        return self.cause != "drain" and all(is_held(member) for member in group.members)
 
 
 def prepare_change(
@@ -163,6 +172,8 @@ def prepare_change(
             return min(until, retry_at)
         if now >= until:
             return None
-    elif are_ranks_quiesced(progress, policy, now) and (change.keeps_memory(group) or not progress.is_in_memory):
+    elif are_ranks_quiesced(progress, policy, now) and (
+        not progress.is_in_memory or change.keeps_memory(group, _quiesced(progress.number, view))
+    ):
         return None
     return request_after(progress.number) if progress.count < _MAX_REQUESTS else None

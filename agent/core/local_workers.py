@@ -224,6 +224,7 @@ def quiesced(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None
         number=event.number,
         step=event.step,
         is_late=is_late,
+        is_with_next_only=event.is_with_next_only,
     )
 
 

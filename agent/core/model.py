@@ -361,6 +361,8 @@ class Quiesced(MemberRecord, frozen=True, kw_only=True):
     step: Count
     is_late: bool = False
     """The ranks have trained on: this could not be reported in time, or the neighbours do not have their parts."""
+    is_with_next_only: bool = False
+    """Of the other members, only the next one holds the parts of these ranks, because they are large."""
 
 
 class Suspicion(MemberRecord, frozen=True, kw_only=True):

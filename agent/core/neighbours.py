@@ -55,6 +55,12 @@ def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
     return tuple(group.members[rank] for rank in sorted(ring - mine))
 
 
+def next_member(group: Group, me: Identity) -> Member | None:
+    """The member after this node in the ring of ranks, which also holds its large parts. None: there is no other."""
+    size, mine = len(group.members), group.node_rank(me)
+    return None if mine is None or size == 1 else group.members[(mine + 1) % size]
+
+
 def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | None) -> tuple[Member, ...]:
     """The members to hold links to.
 

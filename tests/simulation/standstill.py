@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.core import events as ev
-from agent.core.neighbours import neighbours
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -90,11 +89,17 @@ class Standstill:
                 agent.ranks.later(report_s + chance.uniform(0.0, 0.1), lambda agent=agent: self._hand_over(agent))
 
     def _quiesced_event(self, *, is_shared: bool) -> ev.RanksQuiesced:
-        return ev.RanksQuiesced(self._world.group.number, self.number, self._world.step, is_shared=is_shared)
+        return ev.RanksQuiesced(
+            self._world.group.number,
+            self.number,
+            self._world.step,
+            is_shared=is_shared,
+            is_with_next_only=self._training.has_large_parts,
+        )
 
     def _hand_over(self, agent: Agent) -> None:
-        network, peers = self._cluster.network, neighbours(self._world.group, agent.state.identity)
-        if self.number and all(network.is_open_both(agent.serial, peer.link) for peer in peers):
+        network, keepers = self._cluster.network, self._world.keepers(agent)
+        if self.number and all(network.is_open_both(agent.serial, each.link) for each in keepers):
             assert self._world.copy is not None
             self._world.hand_over(agent, self._world.copy)
             agent.post(self._quiesced_event(is_shared=True))

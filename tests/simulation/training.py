@@ -16,8 +16,8 @@ from simulation.standstill import Standstill
 from simulation.transcript import named
 
 from agent.core import events as ev
-from agent.core.model import Group, Identity, Replica, RestorePoint, StateId
-from agent.core.neighbours import neighbours
+from agent.core.model import Group, Identity, Member, Replica, RestorePoint, StateId
+from agent.core.neighbours import neighbours, next_member
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -217,7 +217,7 @@ class World:
         own = [range(first := self.group.first_rank(i), first + self.group.members[i].nproc) for i in range(size)]
         lazy = not is_for_handoff and self._cluster.random.random() < self._training.lost_parts
         for index, agent in enumerate(agents):
-            beside = (0,) if lazy or is_for_handoff else (-1, 0, 1)
+            beside = (0,) if lazy or is_for_handoff else (-1, 0) if self._training.has_large_parts else (-1, 0, 1)
             parts = {rank for step in beside for rank in own[(index + step) % size]}
             held = Replica(
                 copy=self.copy,
@@ -228,12 +228,20 @@ class World:
             agent.hold_copy(held)
 
     def hand_over(self, agent: Agent, copy: StateId) -> None:
-        """The nodes beside this one keep its ranks' parts of a copy too."""
+        """The nodes beside this one, or the next one, keep its ranks' parts of a copy too."""
         rank = self.group.node_rank(agent.state.identity)
         assert rank is not None
-        first, peers = self.group.first_rank(rank), neighbours(self.group, agent.state.identity)
-        for peer in peers:
+        first = self.group.first_rank(rank)
+        for peer in self.keepers(agent):
             self._cluster.by_serial[peer.link].add_parts(copy, range(first, first + self.group.members[rank].nproc))
+
+    def keepers(self, agent: Agent) -> tuple[Member, ...]:
+        """The other members that keep the parts of this one's ranks."""
+        me = agent.state.identity
+        if not self._training.has_large_parts:
+            return neighbours(self.group, me)
+        after = next_member(self.group, me)
+        return (after,) if after is not None else ()
 
     def on_gone(self, agent: Agent) -> None:
         """A member's ranks are gone: the others' collectives fail, unless nobody tells them."""
@@ -273,6 +281,8 @@ class Training:
         """Share of handoffs in which the ranks miss each other at the step that they had settled on."""
         self.is_local = False
         """Checkpoints are on rank 0's own disk."""
+        self.has_large_parts = False
+        """A node's parts of copies are kept by the next member only, not by both neighbours."""
         self.lost_parts = 0.0
         """Share of copies of which each node holds only its own ranks' parts, and rank 0 not the common one."""
         self.goal: int | None = None

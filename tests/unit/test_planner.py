@@ -594,6 +594,21 @@ def test_a_handoff_request_that_was_lost_or_overwritten_by_an_older_one_is_writt
         assert hand_over(*requested, last).action == again
 
 
+def scaled(size: int, *, is_with_next_only: bool | None = None) -> ClusterView:
+    """Of four nodes in a ring, `size` are wanted. None: no handoff is requested; otherwise all are quiesced for it."""
+    nodes = [node(name, age) for age, name in enumerate("abcd", 1)]
+    nodes[0] = replace(nodes[0], value=msgspec.structs.replace(nodes[0].value, restoring_group=1))
+    seen = view(spec(size), *nodes, now=group("a", "b", "c", "d"))
+    if is_with_next_only is None:
+        return seen
+    told = (
+        Quiesced(group=1, node_id=who, incarnation="i1", number=1, step=9, is_with_next_only=is_with_next_only)
+        for who in "abcd"
+    )
+    requested = HandoffRequest(group=1, after=0, reason=Requested(what="np", np=str(size)), in_memory=True)
+    return replace(seen, handoff=Stored(requested, 12, 12), statuses=statuses(*told))
+
+
 def growing(*, handoff: int | None = None, quiesced: str = "", is_late: bool = False) -> ClusterView:
     """Node b joins a, whose script commits; the requested handoff, and the nodes whose ranks are quiesced for it."""
     a = msgspec.structs.replace(node("a", 1).value, restoring_group=1)
@@ -617,12 +632,24 @@ def test_snapshots_are_enough_if_the_remaining_members_hold_all_parts() -> None:
 @pytest.mark.parametrize(("size", "is_enough"), [(3, True), (2, True), (1, False)])
 def test_each_node_that_leaves_must_have_a_neighbour_that_stays(size: int, *, is_enough: bool) -> None:
     """Of four in a ring: c's neighbours are b and d."""
-    nodes = [node(name, age) for age, name in enumerate("abcd", 1)]
-    nodes[0] = replace(nodes[0], value=msgspec.structs.replace(nodes[0].value, restoring_group=1))
-    planned = hand_over(view(spec(size), *nodes, now=group("a", "b", "c", "d")))
-    assert planned.action == HandoffRequest(
+    assert hand_over(scaled(size)).action == HandoffRequest(
         group=1, after=0, reason=Requested(what="np", np=str(size)), in_memory=is_enough
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "is_with_next_only", "is_enough"),
+    [(3, True, True), (2, False, True), (2, True, False)],
+)
+def test_of_large_parts_only_the_next_node_has_copies(size: int, *, is_with_next_only: bool, is_enough: bool) -> None:
+    """If c and d leave, nobody is left who holds what c's ranks have: a checkpoint is requested."""
+    planned = hand_over(scaled(size), scaled(size, is_with_next_only=is_with_next_only))
+    if is_enough:
+        assert names(planned) == [*"abcd"[:size]]
+    else:
+        assert planned.action == HandoffRequest(
+            group=1, after=1, reason=Requested(what="np", np=str(size)), in_memory=False
+        )
 
 
 def test_the_next_group_is_written_while_the_ranks_stand_still_with_snapshots() -> None:
