@@ -92,6 +92,8 @@ class AgentChannel:
         """Milestones up to the first committed step, not sent yet; None before the first step."""
         self._has_reported = False
         """The milestones were sent."""
+        self.reported_snapshot = 0
+        """Step of the last snapshot that was reported; 0: none."""
 
     def ask_restore_point(self) -> RestorePoint:
         """Return the group's restore point; once this process has committed checkpoints, with the newest of these.
@@ -152,6 +154,7 @@ class AgentChannel:
         """
         with suppress(OSError):
             self._sock.send(json.dumps({"snapshot": {"step": step}}).encode(), socket.MSG_DONTWAIT)
+            self.reported_snapshot = step
 
     def report_quiesced(self, handoff: int, step: int) -> None:
         """Report that all ranks are quiesced for this handoff, each with a snapshot of this step. Does not block."""

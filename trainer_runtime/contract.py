@@ -19,6 +19,8 @@ writer, so an aligned 8-byte store needs no lock:
 | 56 | output | guardian | bytes that the worker has written to stdout and stderr |
 | 64 | restored | worker | 1 once its State is restored: from then on steps are expected |
 | 72 | in_memory | agent | 1 if a snapshot in memory is enough for the requested handoff; else 0. Set before `handoff` |
+| 80 | replicated | agent | step of the newest snapshot of which another node has this rank's part, or cannot get it |
+| 88 | replicating_us | agent | microseconds that sending this part took; 0: it was not sent. Set before `replicated` |
 
 A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
 leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave` as
@@ -61,6 +63,10 @@ of that snapshot on this node, and is empty or absent if there are none: `{"kind
 that made it. The descriptors of these memories come with the answer (SCM_RIGHTS), one for each entry and in their
 order; the worker closes them.
 
+Agents send each other the parts of snapshots that only one rank has. A rank with a part larger than
+`snapshot_page.LINK_PART_BYTES` waits until `replicated` shows its last snapshot before it replaces the one before that:
+the agent signals each change of that field by the eventfd `REPLICATED_FD`.
+
 The **stacks** are a memfd per worker (`STACKS_FD`). A worker that can registers a signal handler at C level
 (`faulthandler`), which works even if the interpreter does not run: the agent sends the signal whose number is on the
 page, and reads what was appended. The memfd's name begins with `STACKS_NAME`, by which a process checks that the
@@ -93,6 +99,8 @@ CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
 STACKS_FD = "ELASTIC_AGENT_STACKS_FD"
 STACKS_NAME = "elastic-agent:stacks"
 _PAGE_NAME = "elastic-agent"
+REPLICATED_FD = "ELASTIC_AGENT_REPLICATED_FD"
+"""Eventfd that signals a change of `replicated` on the control page. Absent: no snapshots are taken."""
 SNAPSHOT_FD = "ELASTIC_AGENT_SNAPSHOT_FD"
 """Absent: no snapshots are taken."""
 SNAPSHOT_OVERHEAD = "ELASTIC_AGENT_SNAPSHOT_OVERHEAD"
@@ -129,7 +137,7 @@ MAX_KEEP = 100
 """Largest number of checkpoints that a job can keep: their names are in a record in etcd and in messages."""
 
 PAGE_BYTES = 4096
-PAGE_VERSION = 4
+PAGE_VERSION = 5
 _U64 = struct.Struct("<Q")
 _VERSION_AT = 0
 _STEP_AT = 8
@@ -142,6 +150,8 @@ OUTPUT_AT = 56
 """Public for the guardian, which has a copy of this number because it cannot import this file."""
 _RESTORED_AT = 64
 _IN_MEMORY_AT = 72
+_REPLICATED_AT = 80
+_REPLICATING_AT = 88
 
 
 def not_handed_down(variable: str, fd: int, what: str) -> RuntimeError:
@@ -256,6 +266,24 @@ class ControlPage:
     @in_memory.setter
     def in_memory(self, value: int) -> None:
         _U64.pack_into(self._map, _IN_MEMORY_AT, value)
+
+    @property
+    def replicated(self) -> int:
+        """Step of the newest snapshot of which another node has this rank's part, or cannot get it; 0: none."""
+        return self._read(_REPLICATED_AT)
+
+    @replicated.setter
+    def replicated(self, value: int) -> None:
+        _U64.pack_into(self._map, _REPLICATED_AT, value)
+
+    @property
+    def replicating_us(self) -> int:
+        """Microseconds that sending this part took; 0: it was not sent."""
+        return self._read(_REPLICATING_AT)
+
+    @replicating_us.setter
+    def replicating_us(self, value: int) -> None:
+        _U64.pack_into(self._map, _REPLICATING_AT, value)
 
     def close(self) -> None:
         """Unmap the page."""

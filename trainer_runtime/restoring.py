@@ -19,13 +19,14 @@ from trainer_runtime import contract
 from trainer_runtime.capture.capturing import CONTENT_VERSION, Capturer
 from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import SHARDED
-from trainer_runtime.dist import do_on_all, is_main, local_rank, rank, world_size
+from trainer_runtime.dist import do_on_all, is_main, local_rank, open_control_page, rank, world_size
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.manifest import SHARDS, parse_stem
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.rank_messages import open_rank_messages
+from trainer_runtime.replication import open_replication
 from trainer_runtime.resume import DirectoryOpener
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import factor_of, rescale
@@ -149,7 +150,8 @@ class Restorer:
         )
         snapshots = None
         if descriptor is not None and self.channel is not None:
-            snapshots = SnapshotTaker(capturer, self.channel, messages)
+            replication = open_replication(open_control_page())
+            snapshots = SnapshotTaker(capturer, self.channel, messages, replication)
         return Restored(saver, snapshots, handoff)
 
     def _open_shard_writer(self, messages: RankMessages, group: int, turn: int) -> ShardWriter | None:

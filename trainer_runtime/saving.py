@@ -238,7 +238,8 @@ class Saver:
 
     def _capture(self) -> Capture:
         """Copy the state for this checkpoint alone."""
-        return self.capturer.copy(self.capturer.flatten(), is_snapshot=False)
+        # At once: the script waits for the checkpoint anyway, or is rarely held up.
+        return self.capturer.copy(self.capturer.flatten(), is_snapshot=False, may_defer=False)
 
 
 class _Captured(Content):

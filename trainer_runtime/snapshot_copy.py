@@ -13,7 +13,7 @@ A script may break the rule and change a parameter by hand. The tensors' version
 dropped, and from then on everything is copied before `commit` returns. The counters are compared before the next
 optimizer step. A checkpoint that is written from the copy does not wait for that if it comes late, as after an
 evaluation: the main thread is asked to compare them as soon as it runs Python code. What is copied for a checkpoint
-alone is copied at once.
+alone, without an agent or because the script asks for it, is copied at once.
 """
 
 from __future__ import annotations
@@ -168,11 +168,16 @@ class SnapshotCopier:
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._on_step)
 
-    def copy(self, begun: Unfinished) -> Capture:
-        """Make a copy; if it is a snapshot, finish it when all is copied. `join` comes first."""
+    def copy(self, begun: Unfinished, *, may_defer: bool) -> Capture:
+        """Make a copy; if it is a snapshot, finish it when all is copied. `join` comes first.
+
+        Args:
+            begun: the copy.
+            may_defer: whether what an optimizer changes is copied by a thread.
+        """
         all_sources = [*begun.part.sources, *begun.common.sources]
         all_targets = [*begun.part.targets, *begun.common.targets]
-        if not begun.is_snapshot:  # the script waits for the checkpoint anyway, or is rarely held up
+        if not may_defer:
             _copy(all_sources, all_targets)
             return Capture(begun, self._memory)
         split = self._split_up(begun.part.layout, begun.common.layout)
@@ -305,8 +310,9 @@ class SnapshotCopier:
         return True
 
     def _finish(self, begun: Unfinished) -> None:
-        self._memory.finish(begun)
-        self._report(begun.step)
+        if begun.is_snapshot:
+            self._memory.finish(begun)
+            self._report(begun.step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 A snapshot is useful only if all ranks have taken it, so all take it after the same steps: every N steps, until a step
 at which rank 0 sets N anew. Rank 0 posts that to the rank store, and the other ranks wait for it there; the steps in
 between need no communication. A rank that can take no more snapshots proposes to stop: the first proposal holds.
+
+If other nodes are to hold large parts, there is at least one step without a snapshot between two with one
+(`replication`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from trainer_runtime.snapshot_page import KEPT
 _OFF = "off"
 _MOST_SNAPSHOTS = 64
 """Snapshots between two settlements; with so many, a settlement costs next to nothing."""
+_SENDING_INTERVAL = 2.0
+"""The interval of snapshots, as a multiple of the time in which another node gets a part: none waits for the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +35,22 @@ class Schedule:
         return step + self.every - (step - self.anchor) % self.every
 
 
-def first_schedule(step: int) -> Schedule:
+def first_schedule(step: int, least: int) -> Schedule:
     """Return the schedule for the first steps, before the durations of a step and a snapshot are known.
+
+    Args:
+        step: step of the first snapshot.
+        least: least steps between snapshots.
 
     The first snapshot in each slot allocates memory that later ones reuse, and is waited for as long as it takes: its
     cost shows in the cost of the next one. One more snapshot then costs what all later ones will.
     """
-    return Schedule(step, 1, step + KEPT + 1)
+    return Schedule(step, least, step + least * (KEPT + 1))
 
 
-def next_schedule(number: int, step: int, *, cost_s: float, step_s: float, overhead: float) -> Schedule:
+def next_schedule(
+    number: int, step: int, *, cost_s: float, step_s: float, overhead: float, least: int, sending_s: float
+) -> Schedule:
     """Return the next schedule.
 
     Args:
@@ -48,8 +59,10 @@ def next_schedule(number: int, step: int, *, cost_s: float, step_s: float, overh
         cost_s: seconds that a snapshot usually takes.
         step_s: seconds that a step takes without a snapshot.
         overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
+        least: least steps between snapshots.
+        sending_s: seconds that another node usually needs to get a large part; 0: there is none.
     """
-    every = max(1, math.ceil(cost_s / (overhead * step_s)))
+    every = max(least, math.ceil(cost_s / (overhead * step_s)), math.ceil(_SENDING_INTERVAL * sending_s / step_s))
     return Schedule(step, every, step + every * min(2**number, _MOST_SNAPSHOTS))
 
 

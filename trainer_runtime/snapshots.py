@@ -3,7 +3,8 @@
 The local rank 0 of every node writes what is equal on all ranks, and each rank writes its own part. The interval
 follows from the measured time for which a snapshot delays the training, such that snapshots stay within their share of
 the steps' time (`contract.SNAPSHOT_OVERHEAD`); if the share allows it, there is one after every step. The time of the
-copying thread is not counted.
+copying thread is not counted. Where another node is to hold a large part too, the interval also follows from the time
+that sending it takes (`replication`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainer_runtime.dist import is_main
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import phase_time_s
 from trainer_runtime.snapshot_memory import snapshot_descriptor
-from trainer_runtime.snapshot_page import KEPT
+from trainer_runtime.snapshot_page import KEPT, LINK_PART_BYTES
 from trainer_runtime.snapshot_schedule import (
     Schedule,
     first_schedule,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.capture.capturing import Capturer, FlatState
     from trainer_runtime.rank_messages import RankMessages
+    from trainer_runtime.replication import Replication
     from trainer_runtime.snapshot_copy import Capture
 
 NEVER = sys.maxsize
@@ -51,10 +53,13 @@ class _Period:
     phase_time_s: float
     costs_s: list[float] = field(default_factory=list)
     """Cost of each snapshot."""
+    waited_s: float = 0.0
+    """Time for which this rank waited until another node had its part."""
 
     def step_s(self, step: int) -> float:
-        """Return the seconds that a step has taken, without snapshots and phases."""
-        trained_s = time.monotonic() - self.began - sum(self.costs_s) - (phase_time_s() - self.phase_time_s)
+        """Return the seconds that a step has taken, without snapshots, such waits and phases."""
+        paused_s = sum(self.costs_s) + self.waited_s + phase_time_s() - self.phase_time_s
+        trained_s = time.monotonic() - self.began - paused_s
         return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
 
     def cost_s(self, number: int) -> float:
@@ -77,11 +82,18 @@ class SnapshotTaker:
         capturer: copies the state into the agent's memory.
         channel: channel to the agent.
         messages: connection to the rank store.
+        replication: what the agent tells of large parts. None: no other node is to hold them.
     """
 
-    def __init__(self, capturer: Capturer, channel: AgentChannel, messages: RankMessages) -> None:
+    def __init__(
+        self, capturer: Capturer, channel: AgentChannel, messages: RankMessages, replication: Replication | None
+    ) -> None:
         self._capturer = capturer
+        self._channel = channel
         self._messages = messages
+        self._replication = replication
+        self._is_large = False
+        """Another node is to hold this rank's part, which is large."""
         self._overhead = _overhead()
         self._held_bytes = channel.restored_snapshot_bytes()
         """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
@@ -91,8 +103,10 @@ class SnapshotTaker:
         self._period = _begin_period(0)
         self._store_error: dist.DistError | None = None
         """The error with which this rank failed to read rank 0's last schedule."""
-        self.due = 0
+        self._next = 0
         """The step after which the next snapshot is due; 0: after the next step."""
+        self.due = 0
+        """The step after which `take` is to be called again."""
 
     def take(self, step: int, *, is_saved: bool) -> Capture | None:
         """Take the snapshot that is due after this step, and find out when the next one is due.
@@ -108,20 +122,23 @@ class SnapshotTaker:
             TypeError: something in the State could not be loaded back; the message has its name.
             torch.distributed.DistError: this rank, unlike others, can no longer reach the store.
         """
-        if step < self.due and not (is_saved and self.due < NEVER):
+        if step < self._next and not (is_saved and self._next < NEVER):
+            self._wait_before_next(step)
             return None
         if self._store_error is not None:
             raise self._store_error
         self._capturer.settle()
         began = time.monotonic()
-        capture = self._copy_state()
+        # A snapshot that is not scheduled would replace one that other ranks may still need.
+        capture = self._copy_state(is_snapshot=step >= self._next or not self._is_large)
         self._period.costs_s.append(time.monotonic() - began + self._capturer.take_waited_s())
         if capture is None:
             self._stop()
         elif self._schedule is None or step >= self._schedule.until:
             self._settle(step)
         else:
-            self.due = self._schedule.after(step)
+            self._next = self._schedule.after(step)
+        self._wait_before_next(step)
         return capture
 
     def take_and_wait(self, step: int) -> bool:
@@ -130,24 +147,43 @@ class SnapshotTaker:
         Raises:
             TypeError: as `take`.
         """
-        self._capturer.settle()
-        if self.due == NEVER or self._copy_state() is None:
+        self._wait_until_replicated()
+        if self._next == NEVER or self._copy_state(is_snapshot=True) is None:
             return False
         self._capturer.settle()
         return self._capturer.newest == step
 
-    def _copy_state(self) -> Capture | None:
-        """Copy the state and report it to the agent; None if there is no room for it."""
+    def _wait_before_next(self, step: int) -> None:
+        """Find out when `take` is to be called again; before that, wait if the next snapshot comes after one step."""
+        self.due = self._next
+        if self._is_large and self._next < NEVER:
+            if step < self._next - 1:
+                self.due = self._next - 1
+            else:
+                self._wait_until_replicated()
+
+    def _wait_until_replicated(self) -> None:
+        """Wait until the last snapshot is complete, and another node holds this rank's part of it if it is large."""
+        self._capturer.settle()
+        if self._is_large and self._replication is not None:
+            began = time.monotonic()
+            self._replication.wait(self._channel.reported_snapshot)
+            self._period.waited_s += time.monotonic() - began
+
+    def _copy_state(self, *, is_snapshot: bool) -> Capture | None:
+        """Copy the state, and report it to the agent if it is a snapshot; None if there is no room for it."""
         state = self._capturer.flatten()
-        return self._capturer.copy(state, is_snapshot=True) if self._fits(state) else None
+        self._is_large = self._replication is not None and state.part.bytes > LINK_PART_BYTES
+        return self._capturer.copy(state, is_snapshot=is_snapshot, may_defer=True) if self._fits(state) else None
 
     def _fits(self, state: FlatState) -> bool:
         """Return whether the snapshots of this node's ranks stay within the limit, if all parts are as large."""
         if self._limit is None:
             given = os.environ.get(contract.SNAPSHOT_MEMORY)
             self._limit = int(given) if given else self._half_of_what_is_free()
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        size = KEPT * ((state.common.bytes if state.common is not None else 0) + ranks_here * state.part.bytes)
+        # Of large parts, this node also holds those of another node, which are about as large.
+        parts_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (2 if self._is_large else 1)
+        size = KEPT * ((state.common.bytes if state.common is not None else 0) + parts_here * state.part.bytes)
         if size > self._limit:
             warn(
                 f"no snapshots in memory: they would take {size >> 20} MiB on this node, and may take "
@@ -173,23 +209,31 @@ class SnapshotTaker:
             if is_main():
                 raise
             # Rank 0 has crashed, or its script has ended. If this rank commits again, neither was the case.
-            self._store_error, self.due = error, step + 1
+            self._store_error, self._next = error, step + 1
             return
         self._schedule = schedule_of(text)
         self._settled += 1
         self._period = _begin_period(step)
-        self.due = NEVER if self._schedule is None else self._schedule.after(step)
+        self._next = NEVER if self._schedule is None else self._schedule.after(step)
 
     def _propose(self, step: int) -> Schedule:
+        least = 2 if self._is_large else 1
         if self._schedule is None:
-            return first_schedule(step)
+            return first_schedule(step, least)
         number, period = self._settled, self._period
-        cost_s, step_s = period.cost_s(number), period.step_s(step)
-        return next_schedule(number, step, cost_s=cost_s, step_s=step_s, overhead=self._overhead)
+        return next_schedule(
+            number,
+            step,
+            cost_s=period.cost_s(number),
+            step_s=period.step_s(step),
+            overhead=self._overhead,
+            least=least,
+            sending_s=self._replication.took_s if self._is_large and self._replication is not None else 0.0,
+        )
 
     def _stop(self) -> None:
         """Take no more snapshots; the others stop too, unless rank 0 has already set the next schedule."""
-        self.due = NEVER
+        self._next = NEVER
         _end(self._messages, self._settled)
 
 

@@ -92,6 +92,8 @@ class Link:
         self._last_failure = ""
         self._comparison = ClockComparison()
         self._outbox = PartOutbox()
+        self.part_port = 0
+        """Port at which the peer takes large snapshot parts; 0: not known, or it takes none. Read by other threads."""
 
     def send_part(self, part: SnapshotPart) -> None:
         """Send a snapshot part to the peer, now or when the link is open again."""
@@ -247,13 +249,16 @@ class Link:
         except OSError as error:
             raise LinkBroken(f"unreachable ({error.strerror or error})") from None
         try:
-            session, answering = await handshake_as_dialler(connection, self._credential, self._peer.identity)
+            session, answering, part_port = await handshake_as_dialler(
+                connection, self._credential, self._peer.identity
+            )
         except BaseException:
             connection.drop()
             raise
         if answering != self._peer.identity:
             connection.drop()
             raise _AnotherAgent("another agent answers there")
+        self.part_port = part_port
         return connection, session
 
     def _report(self, state: LinkState, reason: str) -> None:

@@ -11,9 +11,9 @@
                                       <-   PART_STORED
                                       <-   GOODBYE      mac
 
-The names are the dialler's, and that of the agent that is called (in PROOF) or that answers (in WELCOME). The moment
-of a heartbeat is on the dialler's own clock and is returned unchanged. STORE_PART carries a part of a snapshot
-(snapshot_parts.py).
+The names are the dialler's, and that of the agent that is called (in PROOF) or that answers (in WELCOME). WELCOME also
+has the port at which large snapshot parts are taken (part_stream.py). The moment of a heartbeat is on the dialler's own
+clock and is returned unchanged. STORE_PART carries a small part of a snapshot (snapshot_parts.py).
 
 A reader (log_reader.py) is not an agent, and proves that it knows the secret in another role:
 
@@ -47,11 +47,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
 
+from trainer_runtime.snapshot_page import LINK_PART_BYTES
 from trainer_runtime.tls import READ_BYTES, TlsBroken, TlsChannel, dialling_pinned
 
 _T = TypeVar("_T")
 
-VERSION = b"elastic-agent link 3"
+VERSION = b"elastic-agent link 4"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 _NAMES_BYTES = 1024
@@ -62,8 +63,6 @@ _REQUEST_BYTES = 512
 _REASON_BYTES = 1024
 LOG_CHUNK_BYTES = 1 << 15
 """Maximum size of one chunk of a log, and of a list of logs."""
-SNAPSHOT_PART_BYTES = 1 << 20
-"""Maximum size of one rank's part of a snapshot that is sent to a neighbour."""
 _PART_METADATA_BYTES = 1024
 BUFFER_BYTES = 4096
 """Approximate limit of received bytes that are buffered before they are read."""
@@ -107,7 +106,7 @@ _SIZES = {
     FrameKind.LOG_CHUNK: range(LOG_CHUNK_BYTES + 1),
     FrameKind.ERROR: range(_REASON_BYTES + 1),
     FrameKind.LEAVING: range(1),
-    FrameKind.STORE_PART: range(MAC_BYTES, MAC_BYTES + _PART_METADATA_BYTES + SNAPSHOT_PART_BYTES),
+    FrameKind.STORE_PART: range(MAC_BYTES, MAC_BYTES + _PART_METADATA_BYTES + LINK_PART_BYTES),
     FrameKind.PART_STORED: range(1),
     FrameKind.GET_RANKS: range(1),
     FrameKind.LIVE_RANKS: range(LOG_CHUNK_BYTES + 1),

@@ -13,13 +13,15 @@ from typing import Literal
 
 import msgspec
 
+from agent.core.bounds import Port
 from agent.core.model import Identity
 from agent.links.frames import MAC_BYTES, NONCE_BYTES, VERSION, FrameKind, LinkBroken, LinkConnection, decode_or_break
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(tuple[Identity, Identity])
+_welcome_decoder = msgspec.json.Decoder(tuple[Identity, Identity, Port])
 
-Role = Literal[b"dial", b"read", b"accept", b"goodbye", b"keep"]
+Role = Literal[b"dial", b"read", b"accept", b"goodbye", b"keep", b"send parts", b"take parts"]
 
 
 class ProofRefused(LinkBroken):
@@ -65,11 +67,12 @@ class LinkCaller:
 
 async def handshake_as_dialler(
     connection: LinkConnection, credential: Credential, called: Identity, *, is_reader: bool = False
-) -> tuple[LinkSession, Identity]:
+) -> tuple[LinkSession, Identity, int]:
     """Do the dialler's part of the handshake.
 
     Returns:
-        The session, and the identity of the agent that answered; it may differ from the one that was called.
+        The session, the identity of the agent that answered, which may differ from the one that was called, and the
+        port at which it takes large snapshot parts (0: it takes none).
 
     Raises:
         LinkBroken: the other end did not prove itself.
@@ -84,14 +87,19 @@ async def handshake_as_dialler(
     else:
         connection.send(FrameKind.PROOF, session.prove(b"dial", names))
     _, answer = await connection.receive(FrameKind.WELCOME)
-    _, answering = decode_or_break(_decoder.decode, session.check(b"accept", answer))
-    return session, answering
+    _, answering, part_port = decode_or_break(_welcome_decoder.decode, session.check(b"accept", answer))
+    return session, answering, part_port
 
 
-async def handshake_as_listener(connection: LinkConnection, credential: Credential) -> LinkCaller:
+async def handshake_as_listener(connection: LinkConnection, credential: Credential, part_port: int = 0) -> LinkCaller:
     """Do the accepting end's part of the handshake.
 
     An agent must call exactly this incarnation. A reader calls a node: any incarnation of its agent has the logs.
+
+    Args:
+        connection: the connection.
+        credential: proves the identity of this agent.
+        part_port: port at which this agent takes large snapshot parts; 0: it takes none.
 
     Raises:
         LinkBroken: the caller did not prove itself, or it calls another agent and was sent this agent's identity.
@@ -108,7 +116,7 @@ async def handshake_as_listener(connection: LinkConnection, credential: Credenti
     own = credential.identity
     if caller == own:
         raise LinkBroken("it sent this agent's own frames back")
-    connection.send(FrameKind.WELCOME, session.prove(b"accept", _encoder.encode((caller, own))))
+    connection.send(FrameKind.WELCOME, session.prove(b"accept", _encoder.encode((caller, own, part_port))))
     if called.node_id != own.node_id or (called != own and not is_reader):
         raise LinkBroken("it wants another agent")
     return LinkCaller(session, caller, is_reader)

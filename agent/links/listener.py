@@ -20,9 +20,9 @@ from agent.links.frames import BUFFER_BYTES, FrameKind, LinkBroken, LinkConnecti
 from agent.links.handshake import Credential, LinkSession, ProofRefused, handshake_as_listener
 from agent.links.log_server import LogServer
 from agent.links.snapshot_parts import SnapshotPart, decode_part
+from agent.links.sockets import BACKLOG
 from agent.observe.log import log
 
-BACKLOG = 128
 _MAX_UNAUTHENTICATED = 64
 _HANDSHAKE_S = 2.0
 _IDLE_S = 300.0  # for a dialler that vanished without closing; a live one opens the link again
@@ -54,6 +54,7 @@ class Listener:
         wall_clock: returns seconds since 1970.
         on_part: receives each snapshot part that a neighbour sends.
         tls: encryption of the links.
+        part_port: port at which this agent takes large snapshot parts; 0: it takes none.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Listener:
         wall_clock: Callable[[], float],
         on_part: Callable[[SnapshotPart], None],
         tls: LinkTls,
+        part_port: int = 0,
     ) -> None:
         self._listener = listener
         self._tls = tls
@@ -74,6 +76,7 @@ class Listener:
         self._is_loop_alive = is_loop_alive
         self._wall_clock = wall_clock
         self._on_part = on_part
+        self._part_port = part_port
         self._server: asyncio.Server | None = None
         self._credential: Credential | None = None
         self._callers: dict[_Caller, None] = {}
@@ -152,7 +155,7 @@ class Listener:
             async with asyncio.timeout(_HANDSHAKE_S):
                 if self._tls.accepting is not None:
                     await caller.connection.accept(self._tls.accepting)
-                authenticated = await handshake_as_listener(caller.connection, credential)
+                authenticated = await handshake_as_listener(caller.connection, credential, self._part_port)
             if self._tls.demands_cert and not authenticated.is_reader and not caller.connection.shown_cert:
                 self._warn("an agent without a certificate called; give it --tls_cert too", caller.connection)
             elif authenticated.is_reader:

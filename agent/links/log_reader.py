@@ -121,7 +121,7 @@ class LogReader:
             # asyncio puts the IP address into `strerror`, while the user knows the agent by its node.
             raise LinkBroken(os.strerror(error.errno) if error.errno else str(error)) from None
         try:
-            _, answering = await handshake_as_dialler(
+            _, answering, _ = await handshake_as_dialler(
                 connection, self._credential, Identity(self.host.node_id, ""), is_reader=True
             )
         except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +15,12 @@ from agent.core.model import Identity, LinkState
 from agent.links.dialler import Link, LinkCallbacks, Peer
 from agent.links.frames import LinkTls, in_the_clear
 from agent.links.handshake import Credential
-from agent.links.listener import BACKLOG, Listener
+from agent.links.listener import Listener
 from agent.links.log_server import LogServer
+from agent.links.part_sender import PartPlace
 from agent.links.queries import LiveRanks, LogFiles
 from agent.links.snapshot_parts import SnapshotPart
+from agent.links.sockets import listen
 from agent.observe.log import InternalErrors
 
 _MAX_REMEMBERED = 1024
@@ -53,6 +54,7 @@ class LinkPool:
         heartbeat_s: time between two heartbeats on a link. A peer is silent after three without an answer.
         wall_clock: returns seconds since 1970.
         tls: encryption of the links. None: only links to peers with a certificate are encrypted.
+        part_port: port at which this agent takes large snapshot parts; 0: it takes none.
     """
 
     def __init__(  # noqa: PLR0913 - one per callback or setting
@@ -67,15 +69,17 @@ class LinkPool:
         heartbeat_s: float,
         wall_clock: Callable[[], float] = time.time,
         tls: LinkTls | None = None,
+        part_port: int = 0,
     ) -> None:
         self._tls = tls or in_the_clear()
+        self._part_port = part_port
         self._callbacks = LinkCallbacks(on_change, on_clock, wall_clock)
         self._on_part = on_part
         self._log_files = log_files
         self._live_ranks = live_ranks
         self._is_loop_alive = is_loop_alive
         self._heartbeat_s = heartbeat_s
-        self._socket = _listen()
+        self._socket = listen()
         self.port: int = self._socket.getsockname()[1]
         """Port at which other agents reach this one, on every interface."""
         self._request: _HoldLinks | _CloseLinks | None = None
@@ -108,6 +112,13 @@ class LinkPool:
         with suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(self._send_part, part)
 
+    def part_place(self, who: Identity) -> PartPlace | None:
+        """Return where a peer takes large snapshot parts. None: there is no link to it now, or it takes none."""
+        for peer, (link, _) in tuple(self._links.items()):
+            if peer.identity == who and link.part_port and self._credential is not None:
+                return PartPlace(self._credential, peer.address, link.part_port, peer.cert)
+        return None
+
     def when_delivered(self, then: Callable[[], None]) -> None:
         """Call `then` on the links' thread once every peer has stored all parts; never if a peer is dropped before."""
         with suppress(RuntimeError):  # the thread has ended
@@ -139,6 +150,7 @@ class LinkPool:
                 wall_clock=self._callbacks.wall_clock,
                 on_part=self._on_part,
                 tls=self._tls,
+                part_port=self._part_port,
             )
             goodbye = False
             try:
@@ -195,11 +207,3 @@ class LinkPool:
         for peer in tuple(self._links):
             if peer not in peers:
                 self._links.pop(peer)[1].cancel()
-
-
-def _listen() -> socket.socket:
-    """Listen on all interfaces, at a port chosen by the kernel. No child process inherits the socket."""
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 is compiled in, but disabled on this machine
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=BACKLOG)

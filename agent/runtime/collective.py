@@ -15,11 +15,14 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.budget import is_own
 from agent.core.lifecycle import step, wake_at
-from agent.core.model import Failure, NodeInfo
+from agent.core.model import Failure, Identity, LinkState, NodeInfo
 from agent.core.state import AgentFacts, AgentState
 from agent.diagnose.health import Health
 from agent.errors import ConfigError
 from agent.links.dialler import Peer
+from agent.links.handshake import Credential
+from agent.links.part_receiver import PartReceiver
+from agent.links.part_sender import PartSender
 from agent.links.pool import LinkPool
 from agent.links.queries import LiveRanks
 from agent.links.snapshot_parts import SnapshotPart
@@ -65,8 +68,9 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         self._page = page
         self._health = Health(config.health, environ, self._inbox.put)
         self._tls = link_tls(config.tls)
+        self._part_receiver = PartReceiver(lambda: self._workers.snapshots, self._tls)
         self._links = LinkPool(
-            on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
+            on_change=self._on_link_change,
             on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
             on_part=self._on_part,
             log_files=LogArchive(config.workers.log_dir, config.job.job_id),
@@ -74,12 +78,15 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             is_loop_alive=self._heartbeat.is_alive,
             heartbeat_s=config.timing.link_heartbeat_s,
             tls=self._tls,
+            part_port=self._part_receiver.port,
         )
+        self._part_sender = PartSender(self._links.part_place, self._tls)
         self._workers = WorkerGroup(
             self._inbox.put,
             config.hang,
             plan_standbys(config, environ),
             self._links.send_part,
+            self._part_sender.send,
             self._links.when_delivered,
         )
         self._final_report = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)
@@ -137,6 +144,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         self._workers.close()
         self._client.close()
         self._port.close()
+        self._part_sender.close()
+        self._part_receiver.close()
         self._links.close(goodbye=self._is_leaving)  # without a goodbye the neighbours are to notice at once
 
     def _report_end(self, ended: fx.Exit) -> None:
@@ -161,6 +170,10 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         self._answers.append((outcome, revision))
         self._inbox.put(ev.Ticked())
 
+    def _on_link_change(self, who: Identity, state: LinkState, why: str) -> None:
+        self._inbox.put(ev.LinkChanged(who, state, why))
+        self._part_sender.wake()
+
     def _on_part(self, part: SnapshotPart) -> None:
         self._workers.snapshots.store_replica(part)
 
@@ -171,6 +184,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             case fx.WatchKeys():
                 self._client.follow(effect)
             case fx.HoldLinks(me, secret, peers):
+                self._part_receiver.answer_as(Credential(secret.encode(), me))
                 self._links.hold(
                     secret, me, tuple(Peer(each.identity, each.address, each.link, each.link_cert) for each in peers)
                 )

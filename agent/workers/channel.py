@@ -21,7 +21,7 @@ from trainer_runtime import contract
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.workers.snapshot_store import SnapshotPiece
+    from agent.workers.held_snapshots import SnapshotPiece
 
 _SHOWN_BYTES = 100
 _UNREADABLE_CHARACTERS = 1000

@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+from agent.core.neighbours import next_member
 from agent.workers import rank_logs
 from agent.workers.environment import (
     GROUP_VARIABLES,
@@ -18,13 +19,14 @@ from agent.workers.environment import (
     interface_of,
     static_environment,
 )
-from agent.workers.snapshot_store import PieceSource
+from agent.workers.held_snapshots import PieceSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.config import AgentConfig, StandbyMode
     from agent.core.effects import StartWorkers
+    from agent.core.model import Identity
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Launch:
     commands: tuple[RankCommand, ...]
     source: PieceSource | None = None
     """Run and world size of the snapshots that these ranks take. None: no snapshots are kept."""
+    next_node: Identity | None = None
+    """The agent that also holds the large parts of these snapshots. None: there is no other."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,13 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
         snapshots=config.snapshots,
         secret=start.spec.secret,
     )
+    after = next_member(start.group, member.identity)
     places = [RankPlace(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]
     return Launch(
         group=start.group.number,
         commands=tuple(_command(place, facts, config, environ) for place in places),
         source=PieceSource(facts.run, start.group.world_size) if facts.snapshots.is_enabled else None,
+        next_node=after.identity if after is not None else None,
     )
 
 

@@ -115,6 +115,8 @@ class RankProcess:
         """How the worker ended. None: it has not, or the guardian has not reported it yet."""
         self.memory: int | None = None
         """Descriptor of the memory for its snapshots. None: it takes no snapshots."""
+        self.replicated_event: int | None = None
+        """Eventfd that signals a change of `replicated` on its page. None: it takes no snapshots."""
         self._is_terminated = False
         static_command = command.command if isinstance(command, Standby) else command
         name = f"guarded-{self.mark}"
@@ -145,8 +147,7 @@ class RankProcess:
                 contract.STACKS_FD: self.stacks.fileno(),
             }
             if contract.SNAPSHOT_OVERHEAD in static_command.env:
-                self.memory = self._handed_down[contract.SNAPSHOT_FD] = create_memory(name)
-                ours.callback(os.close, self.memory)
+                self._create_memory(name, ours)
             self._write_order(self._first_order(command, self._hook))
             hook_fds = (*self._hook.fds.values(), *filter(None, [self._hook.guardian_fd])) if self._hook else ()
             shared = shared_terminal()
@@ -161,6 +162,13 @@ class RankProcess:
             restore_open_files_limit(self._popen.pid)
             self.pidfd = os.pidfd_open(self._popen.pid)
             ours.pop_all()
+
+    def _create_memory(self, name: str, ours: ExitStack) -> None:
+        self.memory = self._handed_down[contract.SNAPSHOT_FD] = create_memory(name)
+        ours.callback(os.close, self.memory)
+        self.replicated_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._handed_down[contract.REPLICATED_FD] = self.replicated_event
+        ours.callback(os.close, self.replicated_event)
 
     @property
     def guardian_pid(self) -> int:
@@ -236,8 +244,9 @@ class RankProcess:
         os.close(self._order_fd)
         self._sock.close()
         os.close(self.pidfd)
-        if self.memory is not None:
-            os.close(self.memory)
+        for descriptor in (self.memory, self.replicated_event):
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _first_order(self, command: RankCommand | Standby, hook: StandbyHook | None) -> dict[str, object]:
         if not isinstance(command, Standby):

@@ -2,7 +2,8 @@
 
 A rank writes its snapshots to a memory that the agent has created (`trainer_runtime.snapshot_page`), so the memory
 outlives the rank. Snapshots count once every process that could write there is gone. While the ranks run, only one
-thing is read: the part of a new snapshot that is unique to its rank. It is small, and sent to the neighbours.
+thing is read: the part of a new snapshot that is unique to its rank. It is sent to the neighbours; if it is large, to
+the next node only, and the rank is told when that is done.
 
 **Which snapshots are kept.** All that the ranks of the last group left, and those of older groups that the next group
 may have to start from. Once the restore point of a group is settled, only that snapshot is kept of the older groups. It
@@ -16,145 +17,49 @@ A script can write to this memory, so its contents are checked: the world size, 
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from agent.core.events import InventoryChanged
-from agent.core.model import Replica, StateId
-from agent.links.frames import SNAPSHOT_PART_BYTES
-from agent.links.snapshot_parts import SnapshotPart, add_newest
-from agent.observe.log import log
+from agent.core.model import StateId
+from agent.links.part_receiver import NoRoomError
+from agent.links.part_sender import LargePart
+from agent.links.part_stream import PartHeader
+from agent.links.snapshot_parts import SnapshotPart
+from agent.workers.held_snapshots import HeldGroup, NeighbourPart, PieceSource, SnapshotPiece, memory_with
 from agent.workers.memory_release import MemoryRelease
 from trainer_runtime.contract import MAX_DESCRIPTORS
-from trainer_runtime.snapshot_page import HEADER_BYTES, MEMORY_NAME, Slot, clear_header, fill_slot, read_slots
+from trainer_runtime.free_memory import free_memory
+from trainer_runtime.snapshot_page import LINK_PART_BYTES, MEMORY_NAME, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from agent.core.model import RestorePoint
+    from agent.core.model import Identity, RestorePoint
     from agent.workers.channel import DamagedMessage
+    from trainer_runtime.contract import ControlPage
 
 _SAFE_SNAPSHOTS = 3
 
 
 @dataclass(frozen=True)
-class PieceSource:
-    """The run and the world size of the ranks whose snapshots are kept."""
+class RankMemory:
+    """What a rank and its agent share for snapshots."""
 
-    run: str
-    world_size: int
-
-
-@dataclass(frozen=True)
-class SnapshotPiece:
-    """A piece of a snapshot that this node holds, as it is described to a worker."""
-
-    kind: Literal["common", "part"]
-    rank: int
-    at: int
-    bytes: int
-    sum: int
-    world_size: int
+    descriptor: int
+    """Of the memory for the snapshots."""
+    replicated_event: int
+    """Eventfd that signals a change of `replicated` on the page."""
+    page: ControlPage
 
 
-@dataclass
-class _Group:
-    """The snapshots of one group."""
-
-    run: str
-    number: int
-    world_size: int = 0
-    own: dict[int, int] = field(default_factory=dict)
-    """Descriptors of the local ranks' memories, by rank."""
-    parts: dict[int, tuple[SnapshotPart, ...]] = field(default_factory=dict)
-    """Parts that neighbours have sent, by rank."""
-    damaged: set[tuple[int, str, int]] = field(default_factory=set)
-    """Damaged pieces: step, kind, rank."""
-
-    def slots_of(self, rank: int) -> list[Slot]:
-        """Return the snapshots that a rank's memory describes, without those that cannot be valid."""
-        size = os.fstat(self.own[rank]).st_size
-        return [
-            slot
-            for slot in read_slots(self.own[rank])
-            if slot.world_size == self.world_size
-            and max(slot.common_at + slot.common_bytes, slot.part_at + slot.part_bytes) <= size
-        ]
-
-    def slots(self) -> list[tuple[int, Slot]]:
-        """Return the snapshots of the local ranks, each with its rank."""
-        return [(rank, slot) for rank in sorted(self.own) for slot in self.slots_of(rank)]
-
-    def replicas(self) -> tuple[Replica, ...]:
-        """Return the snapshots that this node holds, completely or in part."""
-        sizes, commons, ranks = dict[int, int](), set[int](), dict[int, list[int]]()
-        for step in sorted(
-            {slot.step for _, slot in self.slots()} | {part.copy.step for part in self._neighbour_parts()}
-        ):
-            for piece, _ in self.pieces(step):
-                sizes.setdefault(step, piece.world_size)
-                if piece.kind == "common":
-                    commons.add(step)
-                else:
-                    ranks.setdefault(step, []).append(piece.rank)
-        return tuple(
-            Replica(
-                copy=StateId(run=self.run, group=self.number, step=step),
-                world_size=size,
-                has_common=step in commons,
-                parts=tuple(sorted(ranks.get(step, [])[: MAX_DESCRIPTORS - 1])),
-            )
-            for step, size in sorted(sizes.items())
-        )
-
-    def keep_only(self, step: int, release: MemoryRelease) -> None:
-        """Release all other snapshots."""
-        slots = {rank: slot for rank, slot in self.slots() if slot.step == step}
-        for rank in [*self.own]:
-            if rank in slots:
-                _release_all_but(self.own[rank], slots[rank], release)
-            else:
-                release.close_soon(self.own.pop(rank))
-        self.parts = {
-            rank: here for rank, parts in self.parts.items() if (here := tuple(p for p in parts if p.copy.step == step))
-        }
-
-    def close(self, release: MemoryRelease) -> None:
-        """Release everything."""
-        while self.own:
-            release.close_soon(self.own.popitem()[1])
-        self.parts.clear()
-
-    def pieces(self, step: int) -> Iterator[tuple[SnapshotPiece, int | bytes]]:
-        """Yield all pieces of a snapshot, each with its memory or its bytes."""
-        return (
-            (piece, source)
-            for piece, source in self._pieces(step)
-            if (step, piece.kind, piece.rank) not in self.damaged
-        )
-
-    def _pieces(self, step: int) -> Iterator[tuple[SnapshotPiece, int | bytes]]:
-        for rank, slot in self.slots():
-            if slot.step != step:
-                continue
-            fd = self.own[rank]
-            if slot.common_bytes:
-                yield (
-                    SnapshotPiece("common", rank, slot.common_at, slot.common_bytes, slot.common_sum, slot.world_size),
-                    fd,
-                )
-            yield SnapshotPiece("part", rank, slot.part_at, slot.part_bytes, slot.part_sum, slot.world_size), fd
-        for part in self._neighbour_parts():
-            if part.copy.step == step:
-                yield SnapshotPiece("part", part.rank, 0, len(part.data), part.checksum, part.world_size), part.data
-
-    def _neighbour_parts(self) -> list[SnapshotPart]:
-        return [part for rank, parts in sorted(self.parts.items()) if rank not in self.own for part in parts]
+class _OnSent(Protocol):
+    def __call__(self, *, is_with_next_only: bool) -> None: ...
 
 
 class SnapshotStore:
@@ -163,41 +68,73 @@ class SnapshotStore:
     Args:
         post: receives `InventoryChanged` when a group ends, and after each addition while no local rank runs.
         replicate: receives the part of each new snapshot that neighbours are to store; may not block.
+        replicate_large: receives each such part that is large; may not block. None: these are not sent.
     """
 
-    def __init__(self, post: Callable[[InventoryChanged], None], replicate: Callable[[SnapshotPart], None]) -> None:
+    def __init__(
+        self,
+        post: Callable[[InventoryChanged], None],
+        replicate: Callable[[SnapshotPart], None],
+        replicate_large: Callable[[LargePart], None] | None = None,
+    ) -> None:
         self._post = post
         self._replicate = replicate
+        self._replicate_large = replicate_large
         self._lock = threading.Lock()
         self._release = MemoryRelease()
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, HeldGroup] = {}
         """By group number, which increases over all runs of a job."""
-        self._running: _Group | None = None
+        self._running: HeldGroup | None = None
         self._snapshot_counts: Counter[int] = Counter()
         """Number of snapshots that each rank of the running group has taken."""
-        self._replicated_steps: dict[int, int] = {}
-        """Step of the newest part that was sent to the neighbours, by rank."""
+        self._ranks: dict[int, RankMemory] = {}
+        """What is shared with the ranks of the running group."""
+        self._next_node: Identity | None = None
+        """The agent that is to hold their large parts. None: there is no other."""
+        self._sent: dict[int, tuple[int, bool]] = {}
+        """Step of the newest part that was sent, by rank, and whether it was large. A large part has arrived, too."""
+        self._on_sent: tuple[int, _OnSent] | None = None
+        """What to call once all parts of this step are sent."""
         self._keep_since_group = 0
         """Snapshots of this group and of later ones are kept."""
         self._restored_from: StateId | None = None
         """The one snapshot of an older group that is kept as well."""
-        self._has_warned = False
 
-    def begin(self, source: PieceSource, number: int, memories: Mapping[int, int]) -> None:
-        """Add the memories of local ranks that are about to start, by rank. Their descriptors stay with the caller."""
+    def begin(
+        self,
+        source: PieceSource,
+        number: int,
+        memories: Mapping[int, RankMemory],
+        next_node: Identity | None = None,
+    ) -> None:
+        """Add the memories of local ranks that are about to start, by rank. Their descriptors stay with the caller.
+
+        Args:
+            source: the run and the world size of these ranks.
+            number: of their group.
+            memories: of the ranks, by rank.
+            next_node: the agent that is to hold their large parts too. None: there is no other.
+        """
         with self._lock:
             group = self._group(source.run, number)
             group.world_size = source.world_size
-            group.own = {rank: os.dup(fd) for rank, fd in memories.items()}
+            group.own = {rank: os.dup(memory.descriptor) for rank, memory in memories.items()}
             self._running = group
+            self._forget_ranks()
+            self._ranks = {
+                rank: RankMemory(group.own[rank], os.dup(memory.replicated_event), memory.page)
+                for rank, memory in memories.items()
+            }
+            self._next_node = next_node
             self._snapshot_counts.clear()
-            self._replicated_steps.clear()
+            self._sent.clear()
 
     def end(self) -> None:
         """Count the snapshots of the running group: none of its processes is left."""
         with self._lock:
             if self._running is not None:  # otherwise its ranks take no snapshots
-                self._running = None
+                self._running, self._on_sent = None, None
+                self._forget_ranks()
                 self._post_inventory()
 
     def on_snapshot(self, rank: int, step: int) -> None:
@@ -210,27 +147,74 @@ class SnapshotStore:
             if all(self._snapshot_counts[each] >= _SAFE_SNAPSHOTS for each in group.own):
                 self._keep_since(group.number, None)
             part = self._read_part(group, rank, step)
-            if part is not None:
-                self._replicated_steps[rank] = step
-        if part is not None:
+            if isinstance(part, SnapshotPart):
+                self._sent[rank] = step, False
+            if not isinstance(part, LargePart):
+                self._tell(rank, step, 0.0)
+        if isinstance(part, SnapshotPart):
             self._replicate(part)
+        elif part is not None and self._replicate_large is not None:
+            self._replicate_large(part)
 
-    def has_replicated(self, step: int) -> bool:
-        """Whether the neighbours were sent all parts of the local ranks' snapshots of this step."""
+    def when_sent(self, step: int, then: _OnSent) -> None:
+        """Call `then` once the neighbours were sent all parts of the local ranks' snapshots of this step.
+
+        It is called with whether only the next node got some of them, which were large; those have arrived by then. It
+        is not called if the group ends before, or if `when_sent` is called again.
+        """
         with self._lock:
-            group = self._running
-            return group is not None and all(self._replicated_steps.get(rank) == step for rank in group.own)
+            self._on_sent = step, then
+            ready = self._take_on_sent()
+        if ready is not None:
+            ready()
 
     def store_replica(self, part: SnapshotPart) -> None:
         """Store a part that a neighbour has sent."""
         copy = part.copy
         with self._lock:
-            if copy.group < self._keep_since_group and copy != self._restored_from:
+            if self._is_outdated(copy):
                 return
-            parts = self._group(copy.run, copy.group).parts
-            parts[part.rank] = add_newest(parts.get(part.rank, ()), part)
-            if self._running is None:
+            kept = NeighbourPart(copy, part.world_size, part.rank, part.checksum, len(part.data), part.data)
+            self._add(kept)
+
+    def make_room(self, header: PartHeader) -> int:
+        """Return the descriptor of a memory for a large part that a neighbour is about to send.
+
+        Of each rank, the newest two parts are kept. A third one may be on its way only once the first two have arrived
+        everywhere, so it gets the memory of the oldest.
+
+        Raises:
+            NoRoomError: it is not wanted, or there is too little memory.
+        """
+        copy = header.copy
+        with self._lock:
+            if self._is_outdated(copy):
+                raise NoRoomError("it is of an older group")
+            memory = self._group(copy.run, copy.group).take_oldest(header.rank)
+            if memory is not None and self._running is None:
                 self._post_inventory()
+        if memory is None:
+            free = free_memory()
+            if free < header.size_bytes:
+                raise NoRoomError(f"it has {free >> 20} MiB of free memory, and a copy takes {header.size_bytes >> 20}")
+            memory = os.memfd_create(f"{MEMORY_NAME}:kept", os.MFD_CLOEXEC)
+        os.ftruncate(memory, header.size_bytes)
+        return memory
+
+    def store_large(self, header: PartHeader, descriptor: int) -> None:
+        """Store a large part that a neighbour has sent into this memory."""
+        part = NeighbourPart(
+            header.copy, header.world_size, header.rank, header.checksum, header.size_bytes, descriptor
+        )
+        with self._lock:
+            if self._is_outdated(header.copy):
+                part.drop(self._release)
+            else:
+                self._add(part)
+
+    def give_back(self, descriptor: int) -> None:
+        """Release a memory into which no part was sent."""
+        self._release.close_soon(descriptor)
 
     def mark_damaged(self, damaged: DamagedMessage) -> None:
         """Never offer this piece of the restored snapshot again: a rank found it damaged."""
@@ -251,7 +235,7 @@ class SnapshotStore:
             group = self._groups.get(copy.group) if copy is not None else None
             pieces, fds = list[SnapshotPiece](), list[int]()
             for piece, source in group.pieces(copy.step) if copy is not None and group is not None else ():
-                fd = source if isinstance(source, int) else _memory_with(source, opened)
+                fd = source if isinstance(source, int) else memory_with(source, opened)
                 fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
                 opened.callback(os.close, fds[-1])
                 pieces.append(piece)
@@ -263,10 +247,54 @@ class SnapshotStore:
             for group in self._groups.values():
                 group.close(self._release)
             self._groups.clear()
+            self._running, self._on_sent = None, None
+            self._forget_ranks()
         self._release.close()
 
-    def _group(self, run: str, number: int) -> _Group:
-        return self._groups.setdefault(number, _Group(run, number))
+    def _is_outdated(self, copy: StateId) -> bool:
+        return copy.group < self._keep_since_group and copy != self._restored_from
+
+    def _add(self, part: NeighbourPart) -> None:
+        self._group(part.copy.run, part.copy.group).add(part, self._release)
+        if self._running is None:
+            self._post_inventory()
+
+    def _forget_ranks(self) -> None:
+        while self._ranks:
+            os.close(self._ranks.popitem()[1].replicated_event)
+
+    def _tell(self, rank: int, step: int, took_s: float) -> None:
+        """Tell a rank that this agent is done with its part of this step. The caller holds the lock."""
+        shared = self._ranks[rank]
+        shared.page.replicating_us = int(1e6 * took_s)
+        shared.page.replicated = step
+        os.eventfd_write(shared.replicated_event, 1)
+
+    def _on_large_end(self, group: HeldGroup, header: PartHeader, is_held: bool, took_s: float) -> None:  # noqa: FBT001
+        """Handle the end of a transfer to the next node."""
+        with self._lock:
+            if self._running is not group:
+                return
+            if is_held:
+                self._sent[header.rank] = header.copy.step, True
+            self._tell(header.rank, header.copy.step, took_s if is_held else 0.0)
+            ready = self._take_on_sent()
+        if ready is not None:
+            ready()
+
+    def _take_on_sent(self) -> Callable[[], None] | None:
+        """Return what is to be called now that parts were sent. The caller holds the lock."""
+        if self._on_sent is None or self._running is None:
+            return None
+        step, then = self._on_sent
+        sent = [self._sent.get(rank, (0, False)) for rank in self._running.own]
+        if any(of_step != step for of_step, _ in sent):
+            return None
+        self._on_sent = None
+        return partial(then, is_with_next_only=any(is_large for _, is_large in sent))
+
+    def _group(self, run: str, number: int) -> HeldGroup:
+        return self._groups.setdefault(number, HeldGroup(run, number))
 
     def _post_inventory(self) -> None:
         held = (copy for _, group in sorted(self._groups.items()) for copy in group.replicas())
@@ -280,50 +308,28 @@ class SnapshotStore:
             else:
                 self._groups.pop(older).close(self._release)
 
-    def _read_part(self, group: _Group, rank: int, step: int) -> SnapshotPart | None:
-        """Read the part that is unique to this rank. None: it was overwritten, or is too large."""
+    def _read_part(self, group: HeldGroup, rank: int, step: int) -> SnapshotPart | LargePart | None:
+        """Read the part that is unique to this rank, unless it is large. None: it was replaced, or is not sent."""
         slot = next((slot for slot in group.slots_of(rank) if slot.step == step), None)
         if slot is None:
             return None
-        if slot.part_bytes > SNAPSHOT_PART_BYTES:
-            self._warn_too_large(rank, slot.part_bytes)
-            return None
+        copy = StateId(run=group.run, group=group.number, step=step)
+        if slot.part_bytes > LINK_PART_BYTES:
+            if self._next_node is None or self._replicate_large is None:
+                return None
+            header = PartHeader(
+                copy=copy, world_size=group.world_size, rank=rank, checksum=slot.part_sum, size_bytes=slot.part_bytes
+            )
+            memory = os.dup(group.own[rank])
+            return LargePart(
+                header,
+                self._next_node,
+                memory,
+                slot.part_at,
+                is_intact=lambda: slot in read_slots(memory),
+                on_end=partial(self._on_large_end, group, header),
+            )
         data = os.pread(group.own[rank], slot.part_bytes, slot.part_at)
         if slot not in read_slots(group.own[rank]):
             return None
-        copy = StateId(run=group.run, group=group.number, step=step)
         return SnapshotPart(copy=copy, world_size=group.world_size, rank=rank, checksum=slot.part_sum, data=data)
-
-    def _warn_too_large(self, rank: int, part_bytes: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                f"rank {rank} has its own part of {part_bytes} bytes in each snapshot, more than the "
-                f"{SNAPSHOT_PART_BYTES} that are sent to other nodes: if this node is lost, training resumes from the "
-                "last checkpoint"
-            )
-
-
-def _release_all_but(fd: int, kept: Slot, release: MemoryRelease) -> None:
-    """Leave only this snapshot in a memory."""
-    ranges = [
-        (0, HEADER_BYTES),
-        (kept.common_at, kept.common_at + kept.common_bytes),
-        (kept.part_at, kept.part_at + kept.part_bytes),
-    ]
-    with mmap.mmap(fd, HEADER_BYTES) as header:  # not by `pwrite`, which would block while the memory is being freed
-        clear_header(header)
-        fill_slot(header, 0, kept)
-    size = os.fstat(fd).st_size
-    free_from = 0
-    for begin, end in [*sorted(ranges), (size, size)]:
-        if free_from < begin:
-            release.punch_hole_soon(fd, free_from, begin)
-        free_from = max(free_from, end)
-
-
-def _memory_with(data: bytes, opened: ExitStack) -> int:
-    fd = os.memfd_create(f"{MEMORY_NAME}:kept", os.MFD_CLOEXEC)
-    opened.callback(os.close, fd)
-    os.write(fd, data)
-    return fd

@@ -40,7 +40,7 @@ from agent.workers.process import CANNOT_START, Exited, RankProcess, cannot_star
 from agent.workers.process_watcher import ProcessWatcher
 from agent.workers.reactor import Reactor
 from agent.workers.reaper import become_subreaper
-from agent.workers.snapshot_store import SnapshotStore
+from agent.workers.snapshot_store import RankMemory, SnapshotStore
 from agent.workers.standbys import Standbys
 from trainer_runtime.contract import EXIT_RESTART
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from agent.core.events import Event
     from agent.core.model import Checkpoint, Failure, RestorePoint, StateId
+    from agent.links.part_sender import LargePart
     from agent.links.snapshot_parts import SnapshotPart
     from agent.workers.channel import Channel, ReplicaMessage
     from agent.workers.launch_plan import Launch, RankCommand
@@ -72,6 +73,7 @@ class WorkerGroup:
         hang: HangConfig = _DEFAULT_HANG_CONFIG,
         standbys: StandbyPlan | None = None,
         replicate: Callable[[SnapshotPart], None] = lambda _: None,
+        replicate_large: Callable[[LargePart], None] | None = None,
         after_replication: Callable[[Callable[[], None]], None] = lambda then: then(),
         on_replica_message: Callable[[ReplicaMessage], None] = lambda _: None,
     ) -> None:
@@ -82,12 +84,13 @@ class WorkerGroup:
             hang: limits of the hang monitor.
             standbys: plan of the standbys. None: there are none.
             replicate: receives the part of each new snapshot that neighbours are to store; may not block.
+            replicate_large: receives each such part that is large; may not block. None: these are not sent.
             after_replication: receives a function to call once the neighbours have stored these parts; may not block.
             on_replica_message: receives what a parameter server reports of the replica of a shard.
         """
         become_subreaper()
         self._post = post
-        self.snapshots = SnapshotStore(post, replicate)
+        self.snapshots = SnapshotStore(post, replicate, replicate_large)
         """The snapshots that this node holds in memory."""
         self._after_replication = after_replication
         self._on_replica_message = on_replica_message
@@ -126,7 +129,7 @@ class WorkerGroup:
             self._quiesced_handoff = 0
             # Keep the lock: the watching thread may close a standby that dies while it is adopted.
             if launch.source is not None:
-                self.snapshots.begin(launch.source, launch.group, _snapshot_memories(ranks))
+                self.snapshots.begin(launch.source, launch.group, _snapshot_memories(ranks), launch.next_node)
             for rank in ranks:
                 rank.start()
         self._reactor.call_soon(partial(self._watch_ranks, ranks))
@@ -380,8 +383,11 @@ class WorkerGroup:
 
     def _post_quiesced(self, quiesced: RanksQuiesced) -> None:
         self._post(quiesced)
-        if self.snapshots.has_replicated(quiesced.step):
-            self._after_replication(partial(self._post, replace(quiesced, is_shared=True)))
+        self.snapshots.when_sent(quiesced.step, partial(self._on_sent, quiesced))
+
+    def _on_sent(self, quiesced: RanksQuiesced, *, is_with_next_only: bool) -> None:
+        shared = replace(quiesced, is_shared=True, is_with_next_only=is_with_next_only)
+        self._after_replication(partial(self._post, shared))
 
     def on_exit(self, rank: LocalRank, exited: Exited) -> None:
         """Record and post that the main process of a rank has ended."""
@@ -426,7 +432,10 @@ def _is_cause(exited: Exited) -> bool:
     return bool(exited.error) or (bool(exited.tail.strip()) and exited.exit_code not in {None, 0, EXIT_RESTART})
 
 
-def _snapshot_memories(ranks: tuple[LocalRank, ...]) -> dict[int, int]:
-    """Return the descriptor of each rank's snapshot memory, by rank."""
-    placed = ((rank.command.rank, rank.process.memory) for rank in ranks if rank.process)
-    return {rank: memory for rank, memory in placed if memory is not None}
+def _snapshot_memories(ranks: tuple[LocalRank, ...]) -> dict[int, RankMemory]:
+    """Return each rank's memory for snapshots, by rank."""
+    return {
+        rank.command.rank: RankMemory(process.memory, process.replicated_event, process.page)
+        for rank in ranks
+        if (process := rank.process) and process.memory is not None and process.replicated_event is not None
+    }

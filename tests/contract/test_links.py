@@ -28,7 +28,7 @@ from waiting import freeze
 from agent.core.model import Identity, LinkState, StateId
 from agent.links import dialler
 from agent.links.dialler import Peer
-from agent.links.frames import SNAPSHOT_PART_BYTES, FrameKind, LinkTls, in_the_clear
+from agent.links.frames import LINK_PART_BYTES, FrameKind, LinkTls, in_the_clear
 from agent.links.handshake import Credential
 from agent.links.listener import Listener
 from agent.links.log_server import LogServer
@@ -725,8 +725,8 @@ def test_every_peer_is_given_each_part(a: Agent, b: Agent, make_agent: MakeAgent
     for step in range(1, 6):
         a.links.send_part(part(step))
         wait_until(lambda step=step: b.parts[-1:] == c.parts[-1:] == [part(step)])
-    a.links.send_part(part(6, size_bytes=SNAPSHOT_PART_BYTES))
-    wait_until(lambda: b.parts[-1:] == c.parts[-1:] == [part(6, size_bytes=SNAPSHOT_PART_BYTES)])
+    a.links.send_part(part(6, size_bytes=LINK_PART_BYTES))
+    wait_until(lambda: b.parts[-1:] == c.parts[-1:] == [part(6, size_bytes=LINK_PART_BYTES)])
     assert [each.copy.step for each in b.parts] == [1, 2, 3, 4, 5, 6]
 
 
@@ -755,11 +755,11 @@ def test_a_part_that_was_cut_off_is_handed_over_again(
     wait_until(lambda: a.states(b.me) == [UP])
     proxy.delays_s = (0.05, 0.0)  # 256 chunks: this takes seconds
     before = len(proxy.said)
-    a.links.send_part(part(7, size_bytes=SNAPSHOT_PART_BYTES))
+    a.links.send_part(part(7, size_bytes=LINK_PART_BYTES))
     wait_until(lambda: len(proxy.said) > before + 10_000)
     proxy.delays_s = (0.0, 0.0)
     proxy.cut()
-    wait_until(lambda: b.parts == [part(7, size_bytes=SNAPSHOT_PART_BYTES)])
+    wait_until(lambda: b.parts == [part(7, size_bytes=LINK_PART_BYTES)])
     assert proxy.accepted == 2
 
 
@@ -772,10 +772,10 @@ def test_the_agent_is_notified_when_all_peers_have_the_parts(
     a.hold(b.peer(), c.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP] and a.states(c.me) == [UP])
     proxy.delays_s = (0.01, 0.0)
-    a.links.send_part(part(1, size_bytes=SNAPSHOT_PART_BYTES // 4))
+    a.links.send_part(part(1, size_bytes=LINK_PART_BYTES // 4))
     a.links.when_delivered(lambda: arrived.append((b.parts[:], c.parts[:])))
     wait_until(lambda: len(arrived) == 1)
-    assert arrived == [([part(1, size_bytes=SNAPSHOT_PART_BYTES // 4)],) * 2]
+    assert arrived == [([part(1, size_bytes=LINK_PART_BYTES // 4)],) * 2]
     a.links.when_delivered(lambda: arrived.append(([], [])))
     wait_until(lambda: len(arrived) == 2)
 
@@ -797,7 +797,7 @@ def test_heartbeats_go_between_parts(a: Agent, b: Agent, make_proxy: MakeProxy, 
     step = 0
     while time.monotonic() < stop_at:
         step += 1
-        a.links.send_part(part(step % 256, size_bytes=SNAPSHOT_PART_BYTES // 4))
+        a.links.send_part(part(step % 256, size_bytes=LINK_PART_BYTES // 4))
         time.sleep(0.01)  # faster than parts are delivered
     assert a.states(b.me) == [UP]
     assert len(b.parts) > 3
@@ -811,12 +811,12 @@ def test_a_peer_that_takes_nothing_costs_no_more_than_the_newest(
     wait_until(lambda: a.states(stopped.me) == [UP])
     freeze(stopped.process.pid)
     for step in range(1, 100):
-        a.links.send_part(part(step, size_bytes=SNAPSHOT_PART_BYTES))
+        a.links.send_part(part(step, size_bytes=LINK_PART_BYTES))
     wait_until(lambda: a.states(stopped.me) == [UP, SILENT])
     (held, _), *_ = a.links._links.values()
     assert [each.copy.step for each in held._outbox._pending[0]] == [98, 99]
     assert held._current is not None
-    assert held._current._writer.transport.get_write_buffer_size() < SNAPSHOT_PART_BYTES + 4096
+    assert held._current._writer.transport.get_write_buffer_size() < LINK_PART_BYTES + 4096
 
 
 # Without the secret
@@ -967,9 +967,9 @@ def test_nothing_that_crosses_the_wire_can_be_read(a: Agent, b: Agent, make_prox
     proxy = make_proxy(b.links.port)
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
-    a.links.send_part(part(7, size_bytes=SNAPSHOT_PART_BYTES // 2))
+    a.links.send_part(part(7, size_bytes=LINK_PART_BYTES // 2))
     wait_until(lambda: len(b.parts) == 1)
-    assert b.parts == [part(7, size_bytes=SNAPSHOT_PART_BYTES // 2)]
+    assert b.parts == [part(7, size_bytes=LINK_PART_BYTES // 2)]
     for plain in (b"elastic-agent link", b"node_id", bytes([7]) * 16):
         assert plain not in proxy.said
 

@@ -17,7 +17,7 @@ from agent.rehearse.cluster import LocalNode, read_trace, wait_for
 
 _CALLERS = 4
 _MUTE = 200
-_WORDS = (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x30\x01elastic-agent link 3", os.urandom(4096))
+_WORDS = (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x30\x01elastic-agent link 4", os.urandom(4096))
 
 
 def port_of(node: LocalNode) -> int:

@@ -277,6 +277,7 @@ class Agent:
             case fx.Exit():
                 self.cluster.invariants.on_exit(self)
                 self.exit, self.gone_at = effect, self.cluster.now
+                self.cluster.invariants.on_gone()
                 self.cluster.tell(f"{self.name}: {describe_exit(effect)}")
                 self.cluster.network.update()
             case fx.WriteResult(result):

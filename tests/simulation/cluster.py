@@ -169,6 +169,7 @@ class Cluster:
         self.agents.remove(agent)
         self.dead.append(agent)
         agent.is_dead, agent.is_host_dead, agent.gone_at = True, host, self.now
+        self.invariants.on_gone()
         agent.ranks.vanish()
         self.network.update()
 

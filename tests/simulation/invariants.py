@@ -107,7 +107,14 @@ class Invariants:
 
     def forget(self) -> None:
         """With etcd's data all is gone for good that no living agent knows."""
-        known = self._known()
+        self._keep_only(self._known())
+        self.result = self._stood = None
+        self.incidents.forget()
+        self._nodes.clear()
+        self._statuses.clear()
+        self._has_lost_data = True
+
+    def _keep_only(self, known: list[CachedRecords]) -> None:
         number = max((each.number for each in known), default=0)
         restore_point = max((each.restore_point.group for each in known if each.restore_point is not None), default=0)
         count = max((each.checkpoint.number for each in known if each.checkpoint is not None), default=0)
@@ -116,11 +123,6 @@ class Invariants:
         self.restore_points = {key: each for key, each in self.restore_points.items() if key <= restore_point}
         self.commits = {key: each for key, each in self.commits.items() if key <= count}
         self.specs = {key: each for key, each in self.specs.items() if key <= revision}
-        self.result = self._stood = None
-        self.incidents.forget()
-        self._nodes.clear()
-        self._statuses.clear()
-        self._has_lost_data = True
 
     def _known(self) -> list[CachedRecords]:
         return [a.state.cached for a in self._cluster.agents if not a.is_gone and a.state.cached is not None]
@@ -144,6 +146,17 @@ class Invariants:
 
     def on_exit(self, agent: Agent) -> None:
         assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
+
+    def on_gone(self) -> None:
+        """An agent has ended or was killed: after a loss of data, what only it knew is gone with it."""
+        cluster = self._cluster
+        if not self._has_lost_data:
+            return
+        known, spec = self._known(), cluster.etcd.record(KEYS.spec, Spec)
+        if spec is not None:
+            shown = cluster.group, cluster.restore_point, cluster.checkpoint
+            known.append(CachedRecords(spec=spec, group=shown[0], restore_point=shown[1], checkpoint=shown[2]))
+        self._keep_only(known)
 
     def on_refused(self, agent: Agent) -> None:
         """An agent ends since another has its node id: that one lived as it began to wait, or a backup says so."""

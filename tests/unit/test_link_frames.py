@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agent.core.model import Identity, LinkState
 from agent.links import dialler as link_
 from agent.links.dialler import Link, LinkCallbacks, Peer
-from agent.links.frames import FrameKind, LinkBroken, LinkConnection, ping, pong, read_pong
+from agent.links.frames import VERSION, FrameKind, LinkBroken, LinkConnection, ping, pong, read_pong
 from agent.links.handshake import (
     Credential,
     LinkCaller,
@@ -28,7 +28,7 @@ from agent.links.handshake import (
 
 A, B, C = Identity("a", "1"), Identity("b", "1"), Identity("c", "1")
 KEY = b"what the agents of a job know"
-HELLO = b"\x00\x00\x00\x34\x01elastic-agent link 3" + b"n" * 32
+HELLO = b"\x00\x00\x00\x34\x01" + VERSION + b"n" * 32
 CHALLENGE = b"\x00\x00\x00\x20\x02" + b"n" * 32
 
 
@@ -89,8 +89,8 @@ def _hear(words: bytes, part: Callable[[LinkConnection], Awaitable[object]]) -> 
 def test_both_ends_of_a_handshake_know_the_identity_of_the_other() -> None:
     dialled, called = _meet(Credential(KEY, A), B, Credential(KEY, B))
     assert isinstance(dialled, tuple)
-    session, answered = dialled
-    assert answered == B
+    session, answered, part_port = dialled
+    assert (answered, part_port) == (B, 0)
     assert called == LinkCaller(session, A, is_reader=False)
 
 
@@ -107,7 +107,7 @@ def test_a_readers_proof_is_no_members() -> None:
 
     async def play(said: FrameKind, role: Role) -> None:
         here, there = await _pair()
-        here.send(FrameKind.HELLO, b"elastic-agent link 3" + b"n" * 32)
+        here.send(FrameKind.HELLO, VERSION + b"n" * 32)
 
         async def pretend() -> None:
             _, challenge = await here.receive(FrameKind.CHALLENGE)

@@ -72,7 +72,7 @@ class Rank:
         common, part = self._flatteners
         self.copier.join()
         flat = common.flatten(self.contents.read()), part.flatten(self.contents.parts.read())
-        self.capture = self.copier.copy(self.memory.begin(self.step, 1, *flat))
+        self.capture = self.copier.copy(self.memory.begin(self.step, 1, *flat), may_defer=True)
         self.was_deferred = self.copier.is_copying
 
     def saved(self, step: int) -> dict[str, Any]:
@@ -348,7 +348,7 @@ def test_what_a_rank_holds_of_a_sharded_model_is_copied_later_and_a_change_of_it
     def take(step: int) -> None:
         model(torch.randn(4, WIDTH)).square().sum().backward()
         opt.step()
-        copier.copy(memory.begin(step, 1, None, flattener.flatten(contents.read_part())))
+        copier.copy(memory.begin(step, 1, None, flattener.flatten(contents.read_part())), may_defer=True)
 
     take(1)
     weight = model[0].weight.to_local().clone()

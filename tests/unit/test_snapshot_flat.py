@@ -160,16 +160,26 @@ def test_a_schedule_is_the_same_on_all_ranks_and_ends_as_defined() -> None:
     assert [schedule.after(step) for step in (10, 11, 13, 14, 18)] == [14, 14, 14, 18, 22]
     assert schedule_of(text_of(schedule)) == schedule
     assert schedule_of(text_of(None)) is None
-    assert (first_schedule(5).after(5), first_schedule(5).until) == (6, 6 + KEPT)
+    assert (first_schedule(5, 1).after(5), first_schedule(5, 1).until) == (6, 6 + KEPT)
+    assert (first_schedule(5, 2).after(5), first_schedule(5, 2).until) == (7, 7 + 2 * KEPT)
+
+
+def settle(number: int, step: int, *, cost_s: float = 0.0, least: int = 1, sending_s: float = 0.0) -> Schedule:
+    return next_schedule(number, step, cost_s=cost_s, step_s=1.0, overhead=0.01, least=least, sending_s=sending_s)
 
 
 @pytest.mark.parametrize(("cost_s", "every"), [(0.0, 1), (0.01, 1), (0.0101, 2), (0.1, 10), (7.0, 700)])
 def test_what_a_snapshot_takes_stays_below_the_share_allowed(cost_s: float, every: int) -> None:
-    assert next_schedule(1, 100, cost_s=cost_s, step_s=1.0, overhead=0.01) == Schedule(100, every, 100 + 2 * every)
+    assert settle(1, 100, cost_s=cost_s) == Schedule(100, every, 100 + 2 * every)
+
+
+@pytest.mark.parametrize(("sending_s", "every"), [(0.0, 2), (0.9, 2), (1.1, 3), (10.0, 20)])
+def test_large_parts_have_arrived_in_half_of_the_interval(sending_s: float, every: int) -> None:
+    assert settle(1, 100, least=2, sending_s=sending_s) == Schedule(100, every, 100 + 2 * every)
 
 
 def test_what_is_measured_is_settled_more_and_more_rarely() -> None:
-    periods = [next_schedule(number, 0, cost_s=0, step_s=1, overhead=0.01).until for number in range(1, 9)]
+    periods = [settle(number, 0).until for number in range(1, 9)]
     assert periods == [2, 4, 8, 16, 32, 64, 64, 64]
 
 

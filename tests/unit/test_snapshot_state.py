@@ -383,9 +383,9 @@ def test_how_often_follows_from_what_was_measured(
     assert state._snapshots
     put = state._snapshots._copy_state
 
-    def take_long() -> Capture | None:
+    def take_long(*, is_snapshot: bool) -> Capture | None:
         now[0] += longer_s.get(state.step, 0.028)
-        return put()
+        return put(is_snapshot=is_snapshot)
 
     monkeypatch.setattr(state._snapshots, "_copy_state", take_long)
     for _ in range(26):

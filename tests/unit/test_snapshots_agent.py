@@ -12,18 +12,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from structlog.testing import capture_logs
 from waiting import wait_for
 
 from agent.core.events import InventoryChanged
-from agent.core.model import Replica, RestorePoint, StateId
-from agent.links.frames import SNAPSHOT_PART_BYTES
+from agent.core.model import Identity, Replica, RestorePoint, StateId
+from agent.links.part_receiver import NoRoomError
+from agent.links.part_sender import LargePart
+from agent.links.part_stream import PartHeader
 from agent.links.snapshot_parts import SnapshotPart
-from agent.workers.snapshot_store import PieceSource, SnapshotPiece, SnapshotStore
+from agent.workers.held_snapshots import PieceSource, SnapshotPiece
+from agent.workers.snapshot_store import RankMemory, SnapshotStore
 from trainer_runtime import snapshot_page as page
+from trainer_runtime.contract import ControlPage
 
 WORLD = 4
 BOUND_S = 10
+LARGE_PART = b"x" * (page.LINK_PART_BYTES + 1)
+NEXT = Identity("b", "i")
+"""The next node, which is to hold large parts too."""
 
 
 class Rank:
@@ -34,6 +40,19 @@ class Rank:
         self.has_common = has_common
         self.fd = page.create_memory(f"rank-{rank}")
         self.seq = 0
+        self.page, page_fd = ControlPage.create(f"rank-{rank}")
+        os.close(page_fd)
+        self.event = os.eventfd(0, os.EFD_NONBLOCK)
+
+    @property
+    def shared(self) -> RankMemory:
+        """What it shares with its agent."""
+        return RankMemory(self.fd, self.event, self.page)
+
+    def close(self) -> None:
+        """End."""
+        os.close(self.fd)
+        os.close(self.event)
 
     def write(self, step: int, *, part: bytes = b"", **changed: int) -> None:
         """Take a snapshot whose bytes identify it."""
@@ -56,15 +75,39 @@ class Bench:
     def __init__(self) -> None:
         self.told: list[tuple[Replica, ...]] = []
         self.handed: list[SnapshotPart] = []
-        self.snapshots = SnapshotStore(self._post, self.handed.append)
+        self.large: list[LargePart] = []
+        self.snapshots = SnapshotStore(self._post, self.handed.append, self.large.append)
         self.ranks: list[Rank] = []
 
     def _post(self, event: InventoryChanged) -> None:
         self.told.append(event.copies)
 
-    def begin(self, group: int, ranks: range = range(2)) -> None:
+    def begin(self, group: int, ranks: range = range(2), next_node: Identity | None = None) -> None:
         self.ranks = [Rank(rank, has_common=rank == ranks[0]) for rank in ranks]
-        self.snapshots.begin(PieceSource("r", WORLD), group, {each.rank: each.fd for each in self.ranks})
+        self.snapshots.begin(PieceSource("r", WORLD), group, {each.rank: each.shared for each in self.ranks}, next_node)
+
+    def make_large(self, *steps: int) -> None:
+        """Take snapshots with large parts."""
+        for step in steps:
+            for rank in self.ranks:
+                rank.write(step, part=LARGE_PART)
+                self.snapshots.on_snapshot(rank.rank, step)
+
+    def end_sending(self, step: int, *, is_held: bool) -> None:
+        """All large parts of this step have arrived at the next node, or could not be sent."""
+        for part in [each for each in self.large if each.header.copy.step == step]:
+            self.large.remove(part)
+            os.close(part.descriptor)
+            part.on_end(is_held, 0.5)
+
+    def receive(self, step: int, rank: int, data: bytes = b"x" * 8, group: int = 1) -> int:
+        """A neighbour sends a large part; return the inode of the memory that it is in."""
+        header = PartHeader(copy=copy(group, step), world_size=WORLD, rank=rank, checksum=7, size_bytes=len(data))
+        memory = self.snapshots.make_room(header)
+        os.pwrite(memory, data, 0)
+        inode = os.fstat(memory).st_ino
+        self.snapshots.store_large(header, memory)
+        return inode
 
     def make(self, *steps: int) -> None:
         """Take snapshots of these steps on all local ranks."""
@@ -76,7 +119,7 @@ class Bench:
     def end(self) -> tuple[Replica, ...]:
         """End the ranks; return the inventory that was posted."""
         for rank in self.ranks:
-            os.close(rank.fd)
+            rank.close()
         self.ranks = []
         self.snapshots.end()
         return self.told[-1]
@@ -95,7 +138,7 @@ def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
     for rank in made.ranks:
-        os.close(rank.fd)
+        rank.close()
     made.snapshots.close()
     assert not open_memories() - before, "nothing is left open"
 
@@ -216,15 +259,107 @@ def test_a_part_that_is_overwritten_while_it_is_read_is_not_replicated(
     assert bench.handed == []
 
 
-def test_a_part_that_is_too_large_is_reported_once_and_not_replicated(bench: Bench) -> None:
-    bench.begin(1, range(1))
-    with capture_logs() as logs:
-        for step in (5, 6):
-            bench.ranks[0].write(step, part=b"x" * (SNAPSHOT_PART_BYTES + 1))
-            bench.snapshots.on_snapshot(0, step)
-    assert [log["event"][:40] for log in logs] == ["rank 0 has its own part of 1048577 bytes"]
+def test_a_large_part_goes_to_the_next_node_and_its_rank_is_told_when_it_is_there(bench: Bench) -> None:
+    bench.begin(1, range(1), NEXT)
+    bench.make_large(5)
+    (sent,) = bench.large
+    assert (sent.receiver, sent.header.size_bytes, sent.header.copy) == (NEXT, len(LARGE_PART), copy(1, 5))
+    assert os.pread(sent.descriptor, len(LARGE_PART), sent.at) == LARGE_PART
+    assert sent.is_intact()
+    assert bench.ranks[0].page.replicated == 0, "it waits"
+    bench.end_sending(5, is_held=True)
+    assert (bench.ranks[0].page.replicated, bench.ranks[0].page.replicating_us) == (5, 500_000)
+    assert os.eventfd_read(bench.ranks[0].event) == 1
     assert bench.handed == []
-    assert bench.end() == (held(1, 5, 0), held(1, 6, 0))
+    assert bench.end() == (held(1, 5, 0),)
+
+
+@pytest.mark.parametrize("next_node", [None, Identity("b", "i")])
+def test_a_rank_does_not_wait_for_a_part_that_nobody_can_have(bench: Bench, next_node: Identity | None) -> None:
+    bench.begin(1, range(1), next_node)
+    bench.make_large(5)
+    assert bool(bench.large) == (next_node is not None)
+    bench.end_sending(5, is_held=False)
+    assert (bench.ranks[0].page.replicated, bench.ranks[0].page.replicating_us) == (5, 0)
+
+
+def test_a_part_that_was_replaced_while_it_is_sent_is_known_to_be(bench: Bench) -> None:
+    bench.begin(1, range(1), NEXT)
+    bench.make_large(5, 6)
+    first = bench.large[0]
+    assert first.is_intact()
+    bench.ranks[0].write(7, part=LARGE_PART)
+    assert not first.is_intact()
+    for step in (5, 6):
+        bench.end_sending(step, is_held=False)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_once_all_parts_of_a_step_are_sent_it_is_said_who_has_them(bench: Bench, *, is_large: bool) -> None:
+    told: list[bool] = []
+
+    def note(*, is_with_next_only: bool) -> None:
+        told.append(is_with_next_only)
+
+    bench.begin(1, next_node=NEXT)
+    (bench.make_large if is_large else bench.make)(5)
+    bench.snapshots.when_sent(5, note)
+    bench.end_sending(5, is_held=True)
+    assert told == [is_large]
+    (bench.make_large if is_large else bench.make)(6)
+    bench.snapshots.when_sent(7, note)
+    bench.end_sending(6, is_held=True)
+    assert len(told) == 1, "parts of another step do not count"
+
+
+def test_a_large_part_that_could_not_be_sent_is_not_said_to_be_there(bench: Bench) -> None:
+    told: list[bool] = []
+    bench.begin(1, range(1), NEXT)
+    bench.make_large(5)
+    bench.snapshots.when_sent(5, lambda *, is_with_next_only: told.append(is_with_next_only))
+    bench.end_sending(5, is_held=False)
+    assert told == []
+
+
+def test_the_newest_two_large_parts_of_a_rank_are_kept_and_a_third_gets_the_memory_of_the_oldest(bench: Bench) -> None:
+    bench.begin(1, range(1))
+    bench.make(5, 6, 7)
+    memories = [bench.receive(step, 3, f"part {step}".encode()) for step in (5, 6, 7)]
+    assert memories[2] == memories[0] != memories[1]
+    assert bench.end() == (held(1, 6, 0, 3), held(1, 7, 0, 3))
+    assert bench.read(copy(1, 7))["part", 3] == b"part 7"
+
+
+def test_while_a_third_large_part_is_on_its_way_the_oldest_does_not_count(bench: Bench) -> None:
+    bench.begin(1, range(1))
+    for step in (5, 6):
+        bench.receive(step, 3)
+    bench.end()
+    header = PartHeader(copy=copy(1, 7), world_size=WORLD, rank=3, checksum=7, size_bytes=8)
+    memory = bench.snapshots.make_room(header)
+    assert bench.told[-1] == (held(1, 6, 3, has_common=False),)
+    bench.snapshots.give_back(memory)
+    assert bench.told[-1] == (held(1, 6, 3, has_common=False),)
+
+
+def test_a_large_part_of_an_older_group_is_not_taken(bench: Bench) -> None:
+    bench.begin(2)
+    bench.snapshots.on_restore_point(restore_point(2, copy(1, 5)))
+    with pytest.raises(NoRoomError, match="of an older group"):
+        bench.receive(4, 3)
+    bench.receive(5, 3)
+    header = PartHeader(copy=copy(2, 7), world_size=WORLD, rank=3, checksum=7, size_bytes=8)
+    memory = bench.snapshots.make_room(header)
+    bench.snapshots.on_restore_point(restore_point(3, None))
+    bench.snapshots.store_large(header, memory)
+    assert bench.end() == ()
+
+
+def test_a_large_part_for_which_there_is_no_memory_is_not_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.workers.snapshot_store.free_memory", lambda: 3 << 20)
+    header = PartHeader(copy=copy(1, 5), world_size=WORLD, rank=3, checksum=7, size_bytes=4 << 20)
+    with pytest.raises(NoRoomError, match="it has 3 MiB of free memory, and a copy takes 4"):
+        bench.snapshots.make_room(header)
 
 
 def test_the_parts_of_neighbours_make_a_copy_whole(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.model import StateId
-from agent.links.frames import SNAPSHOT_PART_BYTES, LinkBroken
+from agent.links.frames import LINK_PART_BYTES, LinkBroken
 from agent.links.handshake import LinkSession, ProofRefused, Role
 from agent.links.snapshot_parts import SnapshotPart, add_newest, decode_part, encode_part
 
@@ -26,11 +26,11 @@ def test_a_part_arrives_as_it_was() -> None:
 
 def test_the_largest_part_fits_into_a_frame() -> None:
     large = msgspec.structs.replace(
-        part(2**63, data=bytes(SNAPSHOT_PART_BYTES)),
+        part(2**63, data=bytes(LINK_PART_BYTES)),
         copy=StateId(run="r" * 64, group=2**63, step=2**63),
         world_size=2**63,
     )
-    assert len(encode_part(large, SESSION)) < SNAPSHOT_PART_BYTES + 1024
+    assert len(encode_part(large, SESSION)) < LINK_PART_BYTES + 1024
 
 
 @pytest.mark.parametrize("other", [LinkSession(b"a guess", b"n" * 64), LinkSession(SESSION.secret, b"m" * 64)])

@@ -96,10 +96,11 @@ class Capturer:
             self.check()  # raises an error with the name
             raise
 
-    def copy(self, state: FlatState, *, is_snapshot: bool) -> Capture:
-        """Copy the State; of a snapshot, what an optimizer changes is copied by a thread, until its next step."""
+    def copy(self, state: FlatState, *, is_snapshot: bool, may_defer: bool) -> Capture:
+        """Copy the State; if `may_defer`, what an optimizer changes is copied by a thread, until its next step."""
         self._copier.join()
-        capture = self._copier.copy(self._memory.begin(self._pos.step, world_size(), *state, is_snapshot=is_snapshot))
+        begun = self._memory.begin(self._pos.step, world_size(), *state, is_snapshot=is_snapshot)
+        capture = self._copier.copy(begun, may_defer=may_defer)
         if not self._has_snapshots:  # until the next checkpoint the script may replace tensors, and need their memory
             self._common, self._part = Flattener(), Flattener()
             self._memory.forget()
