@@ -254,7 +254,7 @@ def test_an_agent_that_leaves_still_writes_what_is_due() -> None:
 def test_the_leader_that_ends_the_job_writes_what_is_due() -> None:
     """A leader that came into office only now has no later turn: all agents leave with the result."""
     result = Result(run="r", group=2, succeeded=True, exit_code=0, reason=FINISHED, at=201.0)
-    assert written(Recorder(), leads(FORMED, pending=fx.WriteResult(result)))
+    assert written(Recorder(), leads(FORMED, pending=fx.WriteResult(result, 2, 5)))
 
 
 def test_only_the_leader_writes() -> None:
