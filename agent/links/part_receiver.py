@@ -148,8 +148,8 @@ class PartReceiver:
             return
         try:
             send_message(connection, b"")
-            with mmap.mmap(descriptor, header.size_bytes) as memory, memoryview(memory) as place:
-                receive_bytes(connection, place)
+            # Not closed here: after an error, frames of the traceback still have views of it.
+            receive_bytes(connection, memoryview(mmap.mmap(descriptor, header.size_bytes)))
             is_whole = receive_message(connection) == WHOLE
         except BaseException:
             holder.give_back(descriptor)

@@ -198,12 +198,9 @@ class PartSender:
     def _send_bytes(self, connection: ssl.SSLSocket, part: LargePart) -> None:
         begin = part.at - part.at % mmap.ALLOCATIONGRANULARITY
         end = part.at + part.header.size_bytes
-        with (
-            mmap.mmap(part.descriptor, end - begin, prot=mmap.PROT_READ, offset=begin) as memory,
-            memoryview(memory) as view,
-            view[part.at - begin :] as data,
-        ):
-            send_bytes(connection, data, lambda: self._is_wanted(part))
+        # Not closed here: after an error, frames of the traceback still have views of it.
+        memory = mmap.mmap(part.descriptor, end - begin, prot=mmap.PROT_READ, offset=begin)
+        send_bytes(connection, memoryview(memory)[part.at - begin :], lambda: self._is_wanted(part))
 
     def _connect(self, place: PartPlace, receiver: Identity) -> ssl.SSLSocket:
         if self._connection is not None and self._connection[0] == place:

@@ -155,8 +155,8 @@ def _may_write(recorder: Recorder, state: AgentState, view: ClusterView, now: fl
         return False
     if not (state.is_leader and view.is_whole) or state.is_store_lost or state.has_left:
         return False
-    # A write would delay the one of the core that is under way. An agent that leaves has no later turn for it, and after
-    # the job's result perhaps no agent has.
+    # A write would delay the one of the core that is under way. An agent that leaves has no later turn for it, and
+    # after the job's result perhaps no agent has.
     is_last = state.leaving is not None or isinstance(state.pending, fx.WriteResult)
     return view.revision >= state.settled_revision and (state.pending is None or is_last)
 

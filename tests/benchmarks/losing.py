@@ -1,7 +1,7 @@
-"""Steps that a killed worker costs, by the size of the State and the length of a step; with the agent's defaults.
+"""Steps that a killed worker or node costs, by the size of the State and the length of a step.
 
-Nothing is saved but snapshots in memory. How often those are taken follows from what they cost, so a job trains for a
-number of steps before its worker is killed.
+All options are the agent's defaults. Nothing is saved but snapshots in memory. How often those are taken follows from
+what they cost, so a job trains for a number of steps before its worker is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agent.store.etcd import EtcdStore
 _CALM_STEPS = 15
 _PATIENCE_S = 100.0
 
-HEADINGS = ("state", "steps of", "n", "recovered", "median steps lost", "most", "median s")
+HEADINGS = ("state", "steps of", "killed", "n", "recovered", "median steps lost", "most", "median s")
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,21 @@ class Case:
     step_s: float
     is_sharded: bool = False
     """Over all ranks, by FSDP2."""
+    scenario: str = "worker"
+    """What is killed: a worker, or a node, without which the other one goes on."""
 
     def __str__(self) -> str:
         """As it is written on the command line."""
-        return f"{self.megabytes}:{self.step_s:g}{':sharded' if self.is_sharded else ''}"
+        options = [":sharded"] * self.is_sharded + [":node"] * (self.scenario == "node")
+        return f"{self.megabytes}:{self.step_s:g}{''.join(options)}"
 
 
 def parse_case(text: str) -> Case:
-    """Read `MEGABYTES:SECONDS` or `MEGABYTES:SECONDS:sharded`. Raises `ValueError`."""
+    """Read `MEGABYTES:SECONDS[:sharded][:node]`. Raises `ValueError`."""
     megabytes, step_s, *how = text.split(":")
-    if how not in ([], ["sharded"]):
-        raise ValueError(f"wanted MEGABYTES:SECONDS or MEGABYTES:SECONDS:sharded, got {text!r}")
-    return Case(int(megabytes), float(step_s), bool(how))
+    if how not in ([], ["sharded"], ["node"], ["sharded", "node"]):
+        raise ValueError(f"wanted MEGABYTES:SECONDS[:sharded][:node], got {text!r}")
+    return Case(int(megabytes), float(step_s), "sharded" in how, "node" if "node" in how else "worker")
 
 
 def measure(directory: Path, cases: Sequence[Case], calm_s: float, runs: int) -> Iterator[tuple[Case, Sample]]:
@@ -63,7 +66,7 @@ def measure(directory: Path, cases: Sequence[Case], calm_s: float, runs: int) ->
 def _plan(case: Case, calm_s: float) -> Plan:
     launcher: Launcher = losing(case.megabytes, case.step_s, is_sharded=case.is_sharded)
     calm_s = max(calm_s, _CALM_STEPS * case.step_s)
-    return Plan((SCENARIOS["worker"],), (launcher,), runs=1, slow_runs=1, calm_s=calm_s, patience_s=_PATIENCE_S)
+    return Plan((SCENARIOS[case.scenario],), (launcher,), runs=1, slow_runs=1, calm_s=calm_s, patience_s=_PATIENCE_S)
 
 
 def rows(found: Mapping[Case, Sequence[Sample]]) -> list[tuple[str, ...]]:
@@ -77,6 +80,7 @@ def _row(case: Case, samples: Sequence[Sample]) -> tuple[str, ...]:
     return (
         f"{case.megabytes} MB{', sharded' if case.is_sharded else ''}",
         f"{case.step_s * 1e3:g} ms",
+        case.scenario,
         str(len(samples)),
         f"{len(lost)} of {len(samples)}",
         f"{statistics.median(lost):g}" if lost else "",

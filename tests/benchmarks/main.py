@@ -90,9 +90,12 @@ def _build_parser() -> argparse.ArgumentParser:
     part = parts.add_parser("lost", help="steps that a killed worker costs, by the size of the State and of a step")
     part.set_defaults(word="lost", measure=_measure_lost)
     _add_common(part)
-    cases = "1:0.02,1:0.2,300:0.2,1:1,1000:1,300:0.2:sharded"
+    cases = "1:0.02,1:0.2,300:0.2,1:1,1000:1,300:0.2:sharded,300:0.2:sharded:node"
     part.add_argument(
-        "--cases", type=_cases, default=cases, help=f"MEGABYTES:SECONDS[:sharded] of a step, ... [default: {cases}]"
+        "--cases",
+        type=_cases,
+        default=cases,
+        help=f"MEGABYTES:SECONDS[:sharded][:node] of a step, ... [default: {cases}]",
     )
     part.add_argument("--calm_s", type=float, default=5.0, help="how long a job trains before its fault, at least [5]")
     part.add_argument("--runs", type=int, default=10)

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from waiting import wait_for
 
 from agent.core.model import Identity, StateId
-from agent.links import part_sender
+from agent.links import part_sender, part_stream
 from agent.links.frames import LinkBroken, in_the_clear
 from agent.links.handshake import Credential
 from agent.links.part_receiver import NoRoomError, PartReceiver
@@ -167,6 +167,24 @@ def test_the_other_agent_may_start_again(ends: Ends) -> None:
     ends.send(6, os.urandom(SIZE))
     ends.wait((5, True), (6, False))
     assert [header.copy.step for header, _ in ends.holder.parts] == [5], "the new one is another agent"
+
+
+@pytest.mark.parametrize("is_receiver", [False, True])
+def test_an_end_that_is_gone_in_the_middle_of_a_part_is_noticed(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, *, is_receiver: bool
+) -> None:
+    is_underway = threading.Event()
+
+    def is_intact() -> bool:
+        is_underway.set()
+        return True
+
+    monkeypatch.setattr(part_stream, "_PIECE_BYTES", 4096)
+    ends.send(5, bytes(200 << 20), is_intact)
+    assert is_underway.wait(BOUND_S)
+    (ends.receiver if is_receiver else ends.sender).close()
+    ends.wait((5, False))
+    wait_for(lambda: ends.holder.given_back == 1, "the memory is given back", BOUND_S)
 
 
 def test_of_a_rank_only_the_newest_part_waits_to_be_sent(ends: Ends) -> None:
