@@ -6,8 +6,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - At the first start, and after a wait, a group is formed at once if the maximum number of nodes is there. Between
   minimum and maximum it is formed after a settle window without another arrival (five windows at most).
 - np is a goal: a running group trains on until the nodes for a larger one are there. Only a *lost* member makes the job
-  wait, and only if fewer nodes are left than it must restore: the minimum, or the last size reached if np was never
-  reached.
+  wait, and only if fewer nodes are left than it must have: the minimum, or the largest size that it has had if that is
+  smaller.
 - A newcomer that joins and is lost again makes all ranks start anew twice (no failure is counted). Each time this
   happens, the next growth waits twice as long.
 - To wait is a decision too: a group without members, under the next number, so that no older group can come back.
@@ -30,7 +30,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - A growth restarts every rank. So the group trains on until the standby processes of new and present members are ready,
   since a rank would otherwise spend seconds on imports first; for a minute at most. A loss or a failure does not wait
   for standby processes.
-- Once a member has finished, no planned change disturbs the others. While the job is paused, nothing changes at all.
+- Once a member has finished, no planned change disturbs the others. While the job is paused, no
+  group is formed, unless etcd has lost its data.
 - Before a planned change (join, scale, drain) the ranks of the group stop after the same step (`handoff.py`).
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import msgspec
@@ -19,15 +20,16 @@ from agent.observe.messages import describe, one_line
 from agent.observe.quantities import duration
 from agent.observe.stragglers import stragglers
 
-# The planner wants a policy; the reason that it gives for the present state does not depend on these values.
-_ANY_POLICY = Policy(
-    lease_ttl_s=0.0,
-    settle_s=0.0,
-    stop_grace_s=0.0,
-    kill_timeout_s=0.0,
-    handoff_timeout_s=0.0,
-    handoff_wait_s=0.0,
-    max_restarts=0,
+# The leader has a policy, and knows since when it waits. Whatever is due it does at once: so in a state that can be
+# read, each of its waits goes on, and a job without a result may be restarted.
+_PATIENT = Policy(
+    lease_ttl_s=1.0,
+    settle_s=1.0,
+    stop_grace_s=1.0,
+    kill_timeout_s=1.0,
+    handoff_timeout_s=1.0,
+    handoff_wait_s=1.0,
+    max_restarts=sys.maxsize,
     progress_window_s=60.0,
     elastic_timeout_s=None,
 )
@@ -118,7 +120,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         reason = "; ".join(filter(None, (describe(result.reason), result.summary)))
     else:
         state = "training" if group is not None and group.members else "waiting"
-        reason = describe(plan(view, observe(Observations(), view, 0.0), _ANY_POLICY, 0.0).reason)
+        reason = describe(plan(view, observe(Observations(), view, 0.0), _PATIENT, 0.0).reason)
     return JobStatus(
         job_id=job_id,
         run=view.spec.value.run,

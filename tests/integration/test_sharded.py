@@ -25,7 +25,7 @@ from trainer_runtime import contract, writer
 JOB = Path(__file__).with_name("sharded_job.py")
 STEPS = 250
 WIDE = str(1 << 16)
-"""A width of the hidden layer with which the part of each of six ranks is larger than what agents send over links."""
+"""A width of the hidden layer with which the part of each of three ranks is larger than what agents send over links."""
 LEAST_INTERVAL = 2
 """Least steps between snapshots whose parts are that large."""
 
@@ -90,17 +90,17 @@ def test_killed_workers_and_a_lost_node_lose_a_step_at_most_and_change_no_bit(jo
 
 
 def test_a_lost_node_leaves_copies_of_its_large_parts_with_the_next_one(job: Make) -> None:
-    """The ring is a, b, c. Each rank's part is 1.3 MB; once b is lost, only c has those of b's ranks."""
-    undisturbed = job("--nproc_per_node=2")
-    running = with_each_step(job, "--nproc_per_node=2", "--max_restarts=2")
+    """The ring is a, b, c. Each rank's part is 3.4 MB; once b is lost, only c has that of b's rank."""
+    undisturbed = job()
+    running = with_each_step(job, "--max_restarts=2")
     for each, step_time_s in ((undisturbed, "0"), (running, "0.15")):
         for name in ("a", "b", "c"):
             each.start(name, "3", [str(JOB), str(each.directory), "120", step_time_s, WIDE])
-    running.wait_for_step(25, world=6)
+    running.wait_for_step(25, world=3)
     running.start("spare", "3", [str(JOB), str(running.directory), "120", "0.15", WIDE])
     wait_for(lambda: len(running.status()["nodes"]) == 4, 60, "the spare")
     running.nodes["b"].kill()
-    group = running.wait_for_step(1, after_group=1, world=6)
+    group = running.wait_for_step(1, after_group=1, world=3)
     assert lost_steps(running, group) <= LEAST_INTERVAL + 1, running.log_text()
     assert "from memory" in running.log_text()
     running.finish()

@@ -16,6 +16,8 @@ from agent.core.incident import Incident, IncidentMember, Phases, RankStall, Sta
 from agent.core.model import (
     Checkpoint,
     ClusterView,
+    ExitReport,
+    Failure,
     Group,
     HandoffRequest,
     Identity,
@@ -171,6 +173,21 @@ def test_a_stalled_rank_is_named_with_its_code_location_while_the_job_trains() -
     for another in (over, replace(view, result=ended)):
         assert job_status("job", another).stalls == []
         assert "made no step" not in shown(another)
+
+
+def test_while_a_retry_backs_off_the_job_has_not_given_up() -> None:
+    """The number of failures that are allowed is an option of the agents, which a reader of etcd does not know."""
+    failure = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=1.0)
+    failed = ExitReport(group=4, node_id="a", incarnation="i1", step=3, failure=failure)
+    group, here = msgspec.structs.replace(GROUP, restarts=3), msgspec.structs.replace(NODE, incarnation="i1")
+    view = replace(TRAINING, handoff=None, nodes=(Stored(here, 1, 1),))
+    reason = job_status("job", replace(view, group=Stored(group, 10, 10), statuses=statuses(failed))).reason
+    assert reason.endswith("trying again in a moment"), reason
+
+
+def test_a_job_with_fewer_nodes_than_it_may_have_waits_a_moment_for_more() -> None:
+    view = replace(TRAINING, group=None, handoff=None, restore_point=None, checkpoint=None, nodes=(Stored(NODE, 1, 1),))
+    assert "waiting a moment for more" in job_status("job", view).reason
 
 
 def test_a_straggler_is_named() -> None:
