@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
 from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import SHARDED
 from trainer_runtime.dist import do_on_all, is_main, local_rank, rank, sum_over_ranks
@@ -24,7 +22,7 @@ from trainer_runtime.flat import Flattener, unflatten
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.node_memory import NodeMemory
 from trainer_runtime.sharing import spread
-from trainer_runtime.snapshot_memory import checksum
+from trainer_runtime.snapshot_sum import piece_sum
 
 if TYPE_CHECKING:
     from trainer_runtime.agent_channel import AgentChannel
@@ -78,8 +76,10 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
 
 def _read_local_pieces(channel: AgentChannel) -> _LocalPieces:
     local = _LocalPieces()
-    for piece in channel.ask_restore_point().memory:
-        data = _map(piece)
+    restore_point = channel.ask_restore_point()
+    step = restore_point.copy.step if restore_point.copy is not None else 0
+    for piece in restore_point.memory:
+        data = _map(piece, step)
         if data is None:
             what = "the common part" if piece.is_common else f"the part of rank {piece.rank}"
             warn(f"{what} of the snapshot in this node's memory is damaged")
@@ -93,12 +93,13 @@ def _read_local_pieces(channel: AgentChannel) -> _LocalPieces:
     return local
 
 
-def _map(piece: ReplicaPiece) -> memoryview | None:
+def _map(piece: ReplicaPiece, step: int) -> memoryview | None:
     """Return the bytes of a piece; None if they are damaged."""
     with suppress(OSError, ValueError):
         memory = mmap.mmap(piece.descriptor, piece.at + piece.bytes, access=mmap.ACCESS_COPY)
         data = memoryview(memory)[piece.at :]
-        if checksum(torch.frombuffer(data, dtype=torch.uint8)) == piece.sum:
+        rank_ = None if piece.is_common else piece.rank
+        if piece_sum(data, rank=rank_, step=step, world_size=piece.world_size) == piece.sum:
             return data
     return None
 

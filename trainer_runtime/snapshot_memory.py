@@ -33,13 +33,13 @@ from trainer_runtime.snapshot_page import (
     empty_slot,
     fill_slot,
 )
+from trainer_runtime.snapshot_sum import piece_sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainer_runtime.flat import Flattened, Layout
 
-_WORDS = 2**64
 _OWN_SLACK_BYTES = 1 << 20
 """What a copy may grow by before it gets another memory of this process."""
 
@@ -90,10 +90,12 @@ class SnapshotMemory:
     Args:
         descriptor: descriptor of the agent's memory; None: memory of this process is used. Snapshots of earlier States
             of this process are cleared.
+        rank: this rank.
     """
 
-    def __init__(self, descriptor: int | None) -> None:
+    def __init__(self, descriptor: int | None, rank: int) -> None:
         self._descriptor = descriptor
+        self._rank = rank
         self._areas: list[_Area | None] = [None] * SLOTS
         self._seqs = [0] * SLOTS
         self._leased: set[int] = set()
@@ -158,14 +160,18 @@ class SnapshotMemory:
             world_size=begun.world_size,
             common_at=begun.area.at + int(begun.common.where.storage_offset()),
             common_bytes=len(begun.common.where),
-            common_sum=checksum(begun.common.where),
+            common_sum=self._sum(begun, begun.common, None),
             part_at=begun.area.at + int(begun.part.where.storage_offset()),
             part_bytes=len(begun.part.where),
-            part_sum=checksum(begun.part.where),
+            part_sum=self._sum(begun, begun.part, self._rank),
         )
         fill_slot(self._header, begun.index, slot)
         self._seqs[begun.index] = slot.seq
         self.newest = begun.step
+
+    def _sum(self, begun: Unfinished, piece: MemoryPiece, rank: int | None) -> int:
+        data = _view(begun.area.map, piece.where)
+        return piece_sum(data, rank=rank, step=begun.step, world_size=begun.world_size)
 
     def revoke(self, begun: Unfinished) -> None:
         """Discard the snapshot that was finished last."""
@@ -232,11 +238,6 @@ def read_copy(begun: Unfinished) -> tuple[Any, Any]:
 def _view(memory: mmap.mmap, where: torch.Tensor) -> memoryview:
     at = int(where.storage_offset())
     return memoryview(memory)[at : at + len(where)]
-
-
-def checksum(data: torch.Tensor) -> int:
-    """Return the checksum that `snapshot_page` describes; the size of `data` must be a multiple of 8 bytes."""
-    return int(data.view(torch.int64).sum().item()) % _WORDS
 
 
 def snapshot_descriptor() -> int | None:

@@ -8,9 +8,8 @@ header consists of unsigned 64-bit little-endian integers: the layout's version,
 Two slots take turns. While a checkpoint is written from one of them, the third takes its turn. The rank empties an old
 slot (`seq` 0), writes the bytes, then the fields, and `seq` last. So one slot is complete at any moment, whenever the
 process is killed; the one with the largest `seq` is the newest. A slot with `seq` 0 may hold a copy that is only
-written to a checkpoint: one that other ranks do not have. A reader that runs
-beside the rank compares `seq` before and after. The checksum is the sum of the bytes as little-endian 64-bit words,
-padded with zeros, modulo 2**64: at the speed of a copy it detects memory that is torn or not a snapshot.
+written to a checkpoint: one that other ranks do not have. A reader that runs beside the rank compares `seq` before and
+after. `snapshot_sum` has the checksum, which shows that bytes were changed, or belong to another piece.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import mmap
 
 HEADER_BYTES = 4096
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 MEMORY_NAME = "elastic-agent:snapshot"
 """Prefix of the memfd's name, by which a process checks that the descriptor number still refers to it."""
 

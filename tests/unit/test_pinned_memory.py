@@ -69,7 +69,7 @@ def test_a_range_stays_pinned_until_it_moves_or_grows(runtime: Runtime) -> None:
 
 
 def test_nothing_stays_pinned_of_a_memory_that_is_gone(runtime: Runtime) -> None:
-    memory = SnapshotMemory(create_memory("test"))
+    memory = SnapshotMemory(create_memory("test"), 0)
     flat = Flattener().flatten({"weights": torch.zeros(PAGE)})
     memory.pin(memory.begin(1, 1, flat, Flattener().flatten({})), GPU)
     assert len(runtime.ranges) == 1

@@ -45,7 +45,7 @@ class Rank:
         self.opt = torch.optim.AdamW(self.model.parameters())
         self.contents = Contents({"model": self.model, "opt": self.opt, "mean": torch.zeros(WIDTH)})
         self.descriptor = create_memory("test")
-        self.memory = SnapshotMemory(self.descriptor)
+        self.memory = SnapshotMemory(self.descriptor, 0)
         self.told: list[int] = []
         self.copier = SnapshotCopier(self.contents, self.memory, self.told.append)
         self._flatteners = Flattener(), Flattener()
@@ -342,7 +342,7 @@ def test_what_a_rank_holds_of_a_sharded_model_is_copied_later_and_a_change_of_it
     opt = torch.optim.AdamW(model.parameters())
     contents = Contents({"model": model, "opt": opt})
     descriptor = create_memory("test")
-    memory, told = SnapshotMemory(descriptor), list[int]()
+    memory, told = SnapshotMemory(descriptor, 0), list[int]()
     copier, flattener = SnapshotCopier(contents, memory, told.append), Flattener()
 
     def take(step: int) -> None:
@@ -387,7 +387,7 @@ def test_what_is_small_is_copied_at_once() -> None:
     opt = torch.optim.SGD(model.parameters())
     contents = Contents({"model": model, "opt": opt})
     descriptor = create_memory("test")
-    copier = SnapshotCopier(contents, SnapshotMemory(descriptor), lambda _step: None)
+    copier = SnapshotCopier(contents, SnapshotMemory(descriptor, 0), lambda _step: None)
     opt.step()
     assert copier._split_up(Flattener().flatten(contents.read()).layout).tensors == []
     os.close(descriptor)

@@ -23,9 +23,9 @@ from trainer_runtime import contract, snapshots
 from trainer_runtime import state as state_
 from trainer_runtime.agent_channel import boot_time
 from trainer_runtime.flat import unflatten
-from trainer_runtime.snapshot_memory import checksum
 from trainer_runtime.snapshot_page import Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule
+from trainer_runtime.snapshot_sum import piece_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,12 +107,12 @@ def slots(memory: int) -> dict[int, Slot]:
 def content(memory: int, step: int) -> dict[str, Any]:
     """The common part of a snapshot, whose checksums are right."""
     slot = slots(memory)[step]
-    for at, size, sum_ in (
-        (slot.common_at, slot.common_bytes, slot.common_sum),
-        (slot.part_at, slot.part_bytes, slot.part_sum),
+    for at, size, rank, sum_ in (
+        (slot.common_at, slot.common_bytes, None, slot.common_sum),
+        (slot.part_at, slot.part_bytes, 0, slot.part_sum),
     ):
-        data = bytearray(os.pread(memory, size, at))
-        assert checksum(torch.frombuffer(data, dtype=torch.uint8)) == sum_
+        data = memoryview(os.pread(memory, size, at))
+        assert piece_sum(data, rank=rank, step=step, world_size=1) == sum_
     common: dict[str, Any] = unflatten(memoryview(bytearray(os.pread(memory, slot.common_bytes, slot.common_at))))
     return common
 

@@ -10,7 +10,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer_runtime.dist import world_size
+from trainer_runtime.dist import rank, world_size
 from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
 from trainer_runtime.snapshot_copy import Capture, SnapshotCopier
 from trainer_runtime.snapshot_memory import SnapshotMemory
@@ -62,7 +62,7 @@ class Capturer:
         self._has_common = has_common
         self._has_snapshots = descriptor is not None
         self._process = os.getpid()
-        self._memory = SnapshotMemory(descriptor)
+        self._memory = SnapshotMemory(descriptor, rank())
         self._copier = SnapshotCopier(contents, self._memory, report)
         self._common, self._part = Flattener(), Flattener()
         atexit.register(_settle_at_exit, weakref.ref(self))
