@@ -19,8 +19,8 @@ writer, so an aligned 8-byte store needs no lock:
 | 56 | output | guardian | bytes that the worker has written to stdout and stderr |
 | 64 | restored | worker | 1 once its State is restored: from then on steps are expected |
 | 72 | in_memory | agent | 1 if a snapshot in memory is enough for the requested handoff; else 0. Set before `handoff` |
-| 80 | replicated | agent | step of the newest snapshot of which another node has this rank's part, or cannot get it |
-| 88 | replicating_us | agent | microseconds that sending this part took; 0: it was not sent. Set before `replicated` |
+| 80 | replicated | agent | step of the newest snapshot whose part has arrived, was given up, or is small |
+| 88 | replicating_us | agent | microseconds until this node's slowest part has arrived. Set before `replicated` |
 
 A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
 leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave` as
@@ -269,7 +269,7 @@ class ControlPage:
 
     @property
     def replicated(self) -> int:
-        """Step of the newest snapshot of which another node has this rank's part, or cannot get it; 0: none."""
+        """Step of the newest snapshot whose part has arrived, was given up, or is small; 0: none."""
         return self._read(_REPLICATED_AT)
 
     @replicated.setter
@@ -278,7 +278,7 @@ class ControlPage:
 
     @property
     def replicating_us(self) -> int:
-        """Microseconds that sending this part took; 0: it was not sent."""
+        """Microseconds until the slowest part of this node's ranks had arrived, as last measured; 0: none is sent."""
         return self._read(_REPLICATING_AT)
 
     @replicating_us.setter

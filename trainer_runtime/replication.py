@@ -34,7 +34,7 @@ class Replication:
 
     @property
     def took_s(self) -> float:
-        """Seconds that sending the last part took; 0: it was not sent."""
+        """Seconds until the slowest part of this node's ranks had arrived, as last measured; 0: none is sent."""
         return self._page.replicating_us / 1e6
 
     def wait(self, step: int) -> None:

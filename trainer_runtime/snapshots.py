@@ -92,8 +92,8 @@ class SnapshotTaker:
         self._channel = channel
         self._messages = messages
         self._replication = replication
-        self._is_large = False
-        """Another node is to hold this rank's part, which is large."""
+        self._is_sent = False
+        """This rank's part is large, and another node is to hold it."""
         self._overhead = _overhead()
         self._held_bytes = channel.restored_snapshot_bytes()
         """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
@@ -130,7 +130,7 @@ class SnapshotTaker:
         self._capturer.settle()
         began = time.monotonic()
         # A snapshot that is not scheduled would replace one that other ranks may still need.
-        capture = self._copy_state(is_snapshot=step >= self._next or not self._is_large)
+        capture = self._copy_state(is_snapshot=step >= self._next or not self._is_sent)
         self._period.costs_s.append(time.monotonic() - began + self._capturer.take_waited_s())
         if capture is None:
             self._stop()
@@ -154,9 +154,9 @@ class SnapshotTaker:
         return self._capturer.newest == step
 
     def _wait_before_next(self, step: int) -> None:
-        """Find out when `take` is to be called again; before that, wait if the next snapshot comes after one step."""
+        """Set `due`. If the next snapshot is due after the coming step, first wait until the last one has arrived."""
         self.due = self._next
-        if self._is_large and self._next < NEVER:
+        if self._is_sent and self._next < NEVER:
             if step < self._next - 1:
                 self.due = self._next - 1
             else:
@@ -165,7 +165,7 @@ class SnapshotTaker:
     def _wait_until_replicated(self) -> None:
         """Wait until the last snapshot is complete, and another node holds this rank's part of it if it is large."""
         self._capturer.settle()
-        if self._is_large and self._replication is not None:
+        if self._is_sent and self._replication is not None:
             began = time.monotonic()
             self._replication.wait(self._channel.reported_snapshot)
             self._period.waited_s += time.monotonic() - began
@@ -173,7 +173,7 @@ class SnapshotTaker:
     def _copy_state(self, *, is_snapshot: bool) -> Capture | None:
         """Copy the state, and report it to the agent if it is a snapshot; None if there is no room for it."""
         state = self._capturer.flatten()
-        self._is_large = self._replication is not None and state.part.bytes > LINK_PART_BYTES
+        self._is_sent = self._replication is not None and state.part.bytes > LINK_PART_BYTES
         return self._capturer.copy(state, is_snapshot=is_snapshot, may_defer=True) if self._fits(state) else None
 
     def _fits(self, state: FlatState) -> bool:
@@ -181,8 +181,8 @@ class SnapshotTaker:
         if self._limit is None:
             given = os.environ.get(contract.SNAPSHOT_MEMORY)
             self._limit = int(given) if given else self._half_of_what_is_free()
-        # Of large parts, this node also holds those of another node, which are about as large.
-        parts_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (2 if self._is_large else 1)
+        # Of large parts, this node also holds those of another node. All are taken to be as large as this one.
+        parts_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (2 if self._is_sent else 1)
         size = KEPT * ((state.common.bytes if state.common is not None else 0) + parts_here * state.part.bytes)
         if size > self._limit:
             warn(
@@ -217,7 +217,7 @@ class SnapshotTaker:
         self._next = NEVER if self._schedule is None else self._schedule.after(step)
 
     def _propose(self, step: int) -> Schedule:
-        least = 2 if self._is_large else 1
+        least = 2 if self._is_sent else 1
         if self._schedule is None:
             return first_schedule(step, least)
         number, period = self._settled, self._period
@@ -228,7 +228,7 @@ class SnapshotTaker:
             step_s=period.step_s(step),
             overhead=self._overhead,
             least=least,
-            sending_s=self._replication.took_s if self._is_large and self._replication is not None else 0.0,
+            sending_s=self._replication.took_s if self._is_sent and self._replication is not None else 0.0,
         )
 
     def _stop(self) -> None:

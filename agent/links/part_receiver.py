@@ -1,20 +1,22 @@
 """Takes the large snapshot parts that another agent sends. See part_stream.py.
 
-One thread accepts connections, and one for each connection receives. Callers that have not proven themselves yet are
-limited in number and time: if there are too many, the one that has waited longest is dropped.
+One thread accepts connections, and one for each connection receives. A caller has two seconds to prove itself. If too
+many have not done so yet, the one that has waited longest is dropped.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import socket
 import threading
+import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from agent.links.frames import LinkBroken
 from agent.links.part_stream import (
-    STEP_S,
+    STALL_S,
     WHOLE,
     PartHeader,
     decode_header,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 _MAX_UNPROVEN = 8
 _HANDSHAKE_S = 2.0
+_SHORT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SHORT_S = 1.0
 _IDLE_S = 300.0  # for a caller that vanished without closing; a live one connects again
 
 
@@ -66,6 +70,7 @@ class PartReceiver:
         self._tls = tls
         self._credential: Credential | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
         self._connections: dict[socket.socket, bool] = {}
         """Whether the caller has proven itself; in the order of the connections."""
         self._socket = listen()
@@ -83,7 +88,7 @@ class PartReceiver:
     def close(self) -> None:
         """Stop listening, and close all connections."""
         with self._lock:
-            self._credential = None
+            self._credential, self._is_closed = None, True
             self._drop_all()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -97,10 +102,12 @@ class PartReceiver:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except ConnectionError:
+            except OSError as error:
+                if self._is_closed:
+                    return
+                if error.errno in _SHORT_OF:  # else this would be tried without a pause
+                    time.sleep(_SHORT_S)
                 continue
-            except OSError:  # closed, or out of descriptors: callers then see that nobody answers
-                return
             with self._lock:
                 credential = self._credential
                 unproven = [each for each, is_proven in self._connections.items() if not is_proven]
@@ -125,12 +132,16 @@ class PartReceiver:
             stack.enter_context(suppress(LinkBroken, OSError))
             if self._tls.accepting is None:
                 return
-            plain.settimeout(_HANDSHAKE_S)
+            plain.settimeout(_HANDSHAKE_S)  # each step of the handshake; and all of it:
+            deadline = threading.Timer(_HANDSHAKE_S, _wake_and_end, [plain])
+            stack.callback(deadline.cancel)
+            deadline.start()
             # A duplicate, so that `plain` stays open for those that end the connection.
             encrypted = stack.enter_context(self._tls.accepting.wrap_socket(plain.dup(), server_side=True))
             if self._tls.demands_cert and not encrypted.getpeercert(binary_form=True):
                 return
             handshake_as_called(encrypted, credential)
+            deadline.cancel()
             with self._lock:
                 self._connections[plain] = True
             while True:
@@ -140,7 +151,7 @@ class PartReceiver:
         connection.settimeout(_IDLE_S)
         header = decode_header(receive_message(connection))
         holder = self._holder()
-        connection.settimeout(STEP_S)
+        connection.settimeout(STALL_S)
         try:
             descriptor = holder.make_room(header)
         except NoRoomError as error:

@@ -1,7 +1,8 @@
 """Sends large snapshot parts to the agent that is to hold them too. See part_stream.py.
 
-One thread sends one part after another. A part that cannot be sent is given up after a while, so that its rank does not
-wait for it; as long as sending fails, later ones are tried once.
+Each rank has a thread and a connection of its own, because one thread cannot encrypt as much as a network carries. A
+part that cannot be sent is given up, so that its rank does not wait for it for long. Then the parts for that agent are
+given up at once for a while, until a link changes or the next one is tried.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import socket
 import ssl
 import threading
 import time
-from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.links.frames import LinkBroken
 from agent.links.part_stream import (
-    STEP_S,
+    STALL_S,
     TORN,
     WHOLE,
     PartHeader,
@@ -40,17 +40,22 @@ if TYPE_CHECKING:
     from agent.links.handshake import Credential
 
 _GIVE_UP_S = 10.0
-"""How long a part is tried, if the one before it was sent."""
+"""How long a part is tried that cannot be sent."""
+_CONNECT_S = 2.0
+"""How long one attempt may take until the first byte of a part is sent."""
 _BETWEEN_ATTEMPTS_S = 0.2
+_RETRY_AFTER_S = 30.0
+"""How long the parts for an agent are given up at once, after one could not be sent."""
+_CLOSE_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True)
-class PartPlace:
+class PartAddress:
     """Where an agent takes parts."""
 
     credential: Credential
     """Proves the identity of the agent that sends."""
-    address: str
+    host: str
     port: int
     cert: str
     """Fingerprint of its certificate."""
@@ -69,111 +74,159 @@ class LargePart:
     is_intact: Callable[[], bool]
     """Whether the rank has not replaced this snapshot."""
     on_end: Callable[[bool, float], None]
-    """Called once, with whether the other agent holds the part, and the seconds that sending took."""
+    """Called once, with whether the other agent holds the part, and the seconds since it was to be sent."""
 
 
 class PartSender:
-    """Sends parts, on a thread that begins with the first one. Methods may be called from any thread.
+    """Sends parts, on threads that begin with the first ones. Methods may be called from any thread.
 
     Args:
-        place_of: returns where an agent takes parts; None: there is no link to it now.
+        address_of: returns where an agent takes parts; None: there is no link to it now.
         tls: encryption of the links.
     """
 
-    def __init__(self, place_of: Callable[[Identity], PartPlace | None], tls: LinkTls) -> None:
-        self._place_of = place_of
-        self._tls = tls
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._pending: OrderedDict[int, LargePart] = OrderedDict()
-        """By rank; of each rank only the newest part."""
-        self._least_group = 0
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-        self._connection: tuple[PartPlace, ssl.SSLSocket] | None = None
-        self._failure = ""
-        """Why the last part was not sent; empty: it was."""
+    def __init__(self, address_of: Callable[[Identity], PartAddress | None], tls: LinkTls) -> None:
+        self.address_of = address_of
+        self.tls = tls
+        self.changed = threading.Condition()
+        """Holds the lock of all that follows."""
+        self.is_closed = False
+        self.least_group = 0
+        """Parts of older groups are not wanted any more."""
+        self.failures: dict[Identity, _Failure] = {}
+        self._lanes: dict[int, _Lane] = {}
+        """By rank."""
 
     def send(self, part: LargePart) -> None:
-        """Send a part as soon as the earlier ones of other ranks are sent. Returns at once."""
-        with self._lock:
-            replaced = part if self._is_closed else self._pending.pop(part.header.rank, None)
-            if not self._is_closed:
-                self._least_group = max(self._least_group, part.header.copy.group)
-                self._pending[part.header.rank] = part
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="parts", daemon=True)
-                    self._thread.start()
-                self._changed.notify_all()
+        """Send a part, unless a newer one of its rank comes before its turn. Returns at once."""
+        given = _Given(part, time.monotonic())
+        with self.changed:
+            if self.is_closed:
+                replaced: _Given | None = given
+            else:
+                self.least_group = max(self.least_group, part.header.copy.group)
+                lane = self._lanes.get(part.header.rank)
+                if lane is None:
+                    lane = self._lanes[part.header.rank] = _Lane(self)
+                replaced, lane.pending = lane.pending, given
+                self.changed.notify_all()
         if replaced is not None:
-            _end(replaced, is_held=False, took_s=0.0)
+            replaced.end(is_held=False)
 
     def wake(self) -> None:
         """Try again at once: a link has changed."""
-        with self._lock:
-            self._changed.notify_all()
+        with self.changed:
+            for failure in self.failures.values():
+                failure.retry_at = 0.0
+            self.changed.notify_all()
 
     def close(self) -> None:
-        """Send nothing more, and end the thread."""
-        with self._lock:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._disconnect()
-            self._thread.join()
+        """Send nothing more. Threads that wait for an answer of the network end later."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+            lanes = [*self._lanes.values()]
+        give_up_at = time.monotonic() + _CLOSE_WITHIN_S
+        for lane in lanes:
+            lane.disconnect()
+        for lane in lanes:
+            lane.thread.join(max(0.0, give_up_at - time.monotonic()))
+
+
+@dataclass
+class _Failure:
+    """Why an agent could not be sent a part."""
+
+    reason: str
+    retry_at: float
+    """Until then, parts for it are given up at once."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A part that is to be sent, and since when."""
+
+    part: LargePart
+    since: float
+
+    def end(self, *, is_held: bool) -> None:
+        os.close(self.part.descriptor)
+        self.part.on_end(is_held, time.monotonic() - self.since)
+
+
+class _Lane:
+    """The thread that sends the parts of one rank."""
+
+    def __init__(self, sender: PartSender) -> None:
+        self._sender = sender
+        self.pending: _Given | None = None
+        """The part to be sent next; the sender's lock is held to change it."""
+        self._connection: tuple[PartAddress, ssl.SSLSocket] | None = None
+        self._connection_lock = threading.Lock()
+        self.thread = threading.Thread(target=self._run, name="parts", daemon=True)
+        self.thread.start()
+
+    def disconnect(self) -> None:
+        """Close the connection. May be called from another thread, whose wait it then ends."""
+        with self._connection_lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(OSError):
+                connection[1].shutdown(socket.SHUT_RDWR)
+            connection[1].close()
 
     def _run(self) -> None:
+        sender = self._sender
         while True:
-            with self._lock:
-                while not self._pending and not self._is_closed:
-                    self._changed.wait()
-                if self._is_closed:
-                    left = [*self._pending.values()]
-                    self._pending.clear()
-                    break
-                _, part = self._pending.popitem(last=False)
-            began = time.monotonic()
-            is_held = self._deliver(part)
-            _end(part, is_held=is_held, took_s=time.monotonic() - began)
-        for part in left:
-            _end(part, is_held=False, took_s=0.0)
-        self._disconnect()
+            with sender.changed:
+                sender.changed.wait_for(lambda: self.pending is not None or sender.is_closed)
+                given, self.pending = self.pending, None
+            if given is not None:
+                given.end(is_held=not sender.is_closed and self._deliver(given.part))
+            elif sender.is_closed:
+                break
+        self.disconnect()
 
     def _deliver(self, part: LargePart) -> bool:
         """Send a part; return whether the other agent holds it."""
-        give_up_at = time.monotonic() + (0.0 if self._failure else _GIVE_UP_S)
-        while True:
-            failure = self._try(part)
-            if failure is None:
-                if self._failure:
-                    log.info(f"node {part.receiver.node_id} holds copies of this node's snapshots again")
-                self._failure = ""
-                return True
+        sender, receiver = self._sender, part.receiver
+        failure = sender.failures.get(receiver)
+        if failure is not None and time.monotonic() < failure.retry_at:
+            return False
+        give_up_at = time.monotonic() + (_GIVE_UP_S if failure is None else 0.0)
+        while (reason := self._try(part)) is not None:
             if not self._is_wanted(part):
                 return False
-            with self._lock:
+            with sender.changed:
                 left_s = give_up_at - time.monotonic()
                 if left_s > 0:
-                    self._changed.wait(min(left_s, _BETWEEN_ATTEMPTS_S))
+                    sender.changed.wait(min(left_s, _BETWEEN_ATTEMPTS_S))
                     continue
-            if not self._failure:
+                is_new = receiver not in sender.failures
+                sender.failures[receiver] = _Failure(reason, time.monotonic() + _RETRY_AFTER_S)
+            if is_new:
                 log.warning(
-                    f"node {part.receiver.node_id} holds no copies of this node's snapshots: {failure}. If this node "
-                    "is lost, training resumes from the last checkpoint"
+                    f"node {receiver.node_id} holds no copies of this node's snapshots: {reason}. If this node is "
+                    "lost, training resumes from the last checkpoint"
                 )
-            self._failure = failure
             return False
+        with sender.changed:
+            has_failed = sender.failures.pop(receiver, None) is not None
+        if has_failed:
+            log.info(f"node {receiver.node_id} holds copies of this node's snapshots again")
+        return True
 
     def _is_wanted(self, part: LargePart) -> bool:
-        return not self._is_closed and part.header.copy.group >= self._least_group and part.is_intact()
+        sender = self._sender
+        return not sender.is_closed and part.header.copy.group >= sender.least_group and part.is_intact()
 
     def _try(self, part: LargePart) -> str | None:
         """Send a part once; return None, or why it was not sent."""
-        place = self._place_of(part.receiver)
-        if place is None:
-            return "no link to it"
+        address = self._sender.address_of(part.receiver)
+        if address is None:
+            return "there is no link to it"
         try:
-            connection = self._connect(place, part.receiver)
+            connection = self._connect(address, part.receiver)
             self._announce(connection, part)
             self._send_bytes(connection, part)
             is_whole = part.is_intact()
@@ -181,19 +234,19 @@ class PartSender:
             if not is_whole:
                 return "the rank has replaced it"
             receive_message(connection)
-        except LinkBroken as broken:
-            self._disconnect()
-            return str(broken)
-        except OSError as error:
-            self._disconnect()
-            return error.strerror or str(error)
+        except (LinkBroken, OSError) as error:
+            self.disconnect()
+            reason = str(error) if isinstance(error, LinkBroken) else error.strerror or str(error)
+            return f"{reason} ({address.host}:{address.port})"
         return None
 
     def _announce(self, connection: ssl.SSLSocket, part: LargePart) -> None:
+        connection.settimeout(_CONNECT_S)
         send_message(connection, encode_header(part.header))
         refusal = receive_message(connection)
         if refusal:
             raise LinkBroken(refusal.decode(errors="replace"))
+        connection.settimeout(STALL_S)
 
     def _send_bytes(self, connection: ssl.SSLSocket, part: LargePart) -> None:
         begin = part.at - part.at % mmap.ALLOCATIONGRANULARITY
@@ -202,32 +255,19 @@ class PartSender:
         memory = mmap.mmap(part.descriptor, end - begin, prot=mmap.PROT_READ, offset=begin)
         send_bytes(connection, memoryview(memory)[part.at - begin :], lambda: self._is_wanted(part))
 
-    def _connect(self, place: PartPlace, receiver: Identity) -> ssl.SSLSocket:
-        if self._connection is not None and self._connection[0] == place:
+    def _connect(self, address: PartAddress, receiver: Identity) -> ssl.SSLSocket:
+        if self._connection is not None and self._connection[0] == address:
             return self._connection[1]
-        self._disconnect()
-        plain = socket.create_connection((place.address, place.port), STEP_S)
+        self.disconnect()
+        plain = socket.create_connection((address.host, address.port), _CONNECT_S)
         try:
-            connection = self._tls.dialling.wrap_socket(plain)
+            connection = self._sender.tls.dialling.wrap_socket(plain)
         except BaseException:
             plain.close()
             raise
-        with self._lock:
-            self._connection = place, connection
-        if fingerprint(connection.getpeercert(binary_form=True) or b"") != place.cert:
+        with self._connection_lock:
+            self._connection = address, connection
+        if fingerprint(connection.getpeercert(binary_form=True) or b"") != address.cert:
             raise LinkBroken("it shows another certificate than its record in etcd names")
-        handshake_as_caller(connection, place.credential, receiver)
+        handshake_as_caller(connection, address.credential, receiver)
         return connection
-
-    def _disconnect(self) -> None:
-        with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(OSError):
-                connection[1].shutdown(socket.SHUT_RDWR)  # wakes the thread, if another one calls this
-            connection[1].close()
-
-
-def _end(part: LargePart, *, is_held: bool, took_s: float) -> None:
-    os.close(part.descriptor)
-    part.on_end(is_held, took_s)

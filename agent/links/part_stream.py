@@ -17,9 +17,9 @@ Then for each part:
 | from | message |
 |---|---|
 | caller | `PartHeader` |
-| called | empty: it has memory for the part; else why not, and the connection ends |
-| caller | the part's bytes, without framing |
-| caller | `WHOLE`, or `TORN` if the rank has replaced the snapshot meanwhile |
+| called | empty: it has memory for the part; else why not, and the caller closes the connection |
+| caller | the part's bytes, without framing; if the rank replaces the snapshot meanwhile, the caller closes |
+| caller | `WHOLE`; or `TORN`: the rank replaced the snapshot while its last bytes were sent |
 | called | empty, after `WHOLE`: it holds the part |
 """
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 VERSION = b"elastic-agent part stream 1"
-STEP_S = 10.0
+STALL_S = 10.0
 """How long either end waits until the other takes or sends something."""
 WHOLE, TORN = b"whole", b"torn"
 _LENGTH = struct.Struct("!I")
 _MESSAGE_BYTES = 4096
-_PIECE_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(tuple[Identity, Identity])
@@ -131,17 +131,17 @@ def receive_message(connection: socket.socket) -> bytes:
 
 def send_bytes(connection: socket.socket, data: memoryview, is_wanted: Callable[[], bool]) -> None:
     """Send bytes. Raises `LinkBroken` once they are no longer wanted, and `OSError`."""
-    for at in range(0, len(data), _PIECE_BYTES):
+    for at in range(0, len(data), _CHUNK_BYTES):
         if not is_wanted():
             raise LinkBroken("no longer wanted")
-        connection.sendall(data[at : at + _PIECE_BYTES])
+        connection.sendall(data[at : at + _CHUNK_BYTES])
 
 
 def receive_bytes(connection: socket.socket, place: memoryview) -> None:
     """Fill `place`. Raises `LinkBroken` if the connection was closed, and `OSError`."""
     at = 0
     while at < len(place):
-        received = connection.recv_into(place[at : at + _PIECE_BYTES])
+        received = connection.recv_into(place[at : at + _CHUNK_BYTES])
         if not received:
             raise LinkBroken("connection closed")
         at += received

@@ -17,7 +17,7 @@ from agent.links.frames import LinkTls, in_the_clear
 from agent.links.handshake import Credential
 from agent.links.listener import Listener
 from agent.links.log_server import LogServer
-from agent.links.part_sender import PartPlace
+from agent.links.part_sender import PartAddress
 from agent.links.queries import LiveRanks, LogFiles
 from agent.links.snapshot_parts import SnapshotPart
 from agent.links.sockets import listen
@@ -112,11 +112,11 @@ class LinkPool:
         with suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(self._send_part, part)
 
-    def part_place(self, who: Identity) -> PartPlace | None:
-        """Return where a peer takes large snapshot parts. None: there is no link to it now, or it takes none."""
+    def part_address(self, who: Identity) -> PartAddress | None:
+        """Return where a peer takes large snapshot parts. None: there was no link to it yet, or it takes none."""
         for peer, (link, _) in tuple(self._links.items()):
             if peer.identity == who and link.part_port and self._credential is not None:
-                return PartPlace(self._credential, peer.address, link.part_port, peer.cert)
+                return PartAddress(self._credential, peer.address, link.part_port, peer.cert)
         return None
 
     def when_delivered(self, then: Callable[[], None]) -> None:

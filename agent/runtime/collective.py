@@ -80,7 +80,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             tls=self._tls,
             part_port=self._part_receiver.port,
         )
-        self._part_sender = PartSender(self._links.part_place, self._tls)
+        self._part_sender = PartSender(self._links.part_address, self._tls)
         self._workers = WorkerGroup(
             self._inbox.put,
             config.hang,
@@ -144,9 +144,9 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         self._workers.close()
         self._client.close()
         self._port.close()
+        self._links.close(goodbye=self._is_leaving)  # without a goodbye the neighbours are to notice at once
         self._part_sender.close()
         self._part_receiver.close()
-        self._links.close(goodbye=self._is_leaving)  # without a goodbye the neighbours are to notice at once
 
     def _report_end(self, ended: fx.Exit) -> None:
         super()._report_end(ended)

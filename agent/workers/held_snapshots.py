@@ -134,7 +134,7 @@ class HeldGroup:
             part.drop(release)
 
     def take_oldest(self, rank: int) -> int | None:
-        """Give up the oldest part of a rank if its newest ones are all there; return its memory, if it has one."""
+        """If two parts of a rank are held, remove the older one and return its memory; else None."""
         oldest, *newer = self.parts.get(rank, (None,))
         if oldest is None or len(newer) < SNAPSHOTS_PER_RANK - 1 or not isinstance(oldest.source, int):
             return None

@@ -66,7 +66,7 @@ class SnapshotStore:
     """All snapshots that the node holds. Methods may be called from any thread.
 
     Args:
-        post: receives `InventoryChanged` when a group ends, and after each addition while no local rank runs.
+        post: receives `InventoryChanged` when a group ends, and after each change while no local rank runs.
         replicate: receives the part of each new snapshot that neighbours are to store; may not block.
         replicate_large: receives each such part that is large; may not block. None: these are not sent.
     """
@@ -92,7 +92,12 @@ class SnapshotStore:
         self._next_node: Identity | None = None
         """The agent that is to hold their large parts. None: there is no other."""
         self._sent: dict[int, tuple[int, bool]] = {}
-        """Step of the newest part that was sent, by rank, and whether it was large. A large part has arrived, too."""
+        """Step of the newest part that was sent, by rank, and whether it was large.
+
+        A small one was passed to the links; a large one has arrived.
+        """
+        self._took_s: dict[int, float] = {}
+        """Seconds until the last large part of each rank had arrived."""
         self._on_sent: tuple[int, _OnSent] | None = None
         """What to call once all parts of this step are sent."""
         self._keep_since_group = 0
@@ -128,6 +133,7 @@ class SnapshotStore:
             self._next_node = next_node
             self._snapshot_counts.clear()
             self._sent.clear()
+            self._took_s.clear()
 
     def end(self) -> None:
         """Count the snapshots of the running group: none of its processes is left."""
@@ -159,8 +165,8 @@ class SnapshotStore:
     def when_sent(self, step: int, then: _OnSent) -> None:
         """Call `then` once the neighbours were sent all parts of the local ranks' snapshots of this step.
 
-        It is called with whether only the next node got some of them, which were large; those have arrived by then. It
-        is not called if the group ends before, or if `when_sent` is called again.
+        `is_with_next_only`: some parts are large, and only the next node has these. `then` is not called if the group
+        ends before, or if `when_sent` is called again.
         """
         with self._lock:
             self._on_sent = step, then
@@ -277,7 +283,9 @@ class SnapshotStore:
                 return
             if is_held:
                 self._sent[header.rank] = header.copy.step, True
-            self._tell(header.rank, header.copy.step, took_s if is_held else 0.0)
+            self._took_s[header.rank] = took_s if is_held else 0.0
+            # All ranks wait for the one whose part takes longest.
+            self._tell(header.rank, header.copy.step, max(self._took_s.values()))
             ready = self._take_on_sent()
         if ready is not None:
             ready()
@@ -309,7 +317,7 @@ class SnapshotStore:
                 self._groups.pop(older).close(self._release)
 
     def _read_part(self, group: HeldGroup, rank: int, step: int) -> SnapshotPart | LargePart | None:
-        """Read the part that is unique to this rank, unless it is large. None: it was replaced, or is not sent."""
+        """Return this rank's part: with its bytes if it is small. None: it was replaced, or there is no next node."""
         slot = next((slot for slot in group.slots_of(rank) if slot.step == step), None)
         if slot is None:
             return None

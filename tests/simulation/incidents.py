@@ -70,6 +70,8 @@ class Incidents:
         self._missed: set[int] = set()
         """Groups in which a node's record was gone for a while, or for good."""
         self._last: Incident | None = None
+        self._step_s = 0.0
+        """The longest step of an incident."""
         self._values: dict[str, set[bytes]] = {}
         self._writes = Counter[str]()
 
@@ -178,7 +180,9 @@ class Incidents:
         least = last.totals if incident.group > last.group else last.before
         for name in least.__struct_fields__:
             assert getattr(before, name) >= getattr(least, name) - 1e-9, f"{name} shrinks: {incident} after {last}"
-        lost_s = incident.totals.downtime_s - incident.totals.replayed_steps * incident.step_s
+        # Each incident counts its replayed steps as long as they were then; later ones may not know how long that was.
+        self._step_s = max(self._step_s, incident.step_s)
+        lost_s = incident.totals.downtime_s - incident.totals.replayed_steps * self._step_s
         has_time = lost_s <= self._cluster.now - _STARTED_AT + _SOON_S
         assert has_time or self._cluster.has_jumped, f"more is lost than there was time: {incident}"
 
