@@ -59,8 +59,12 @@ class HandoffParticipant:
         self._attempt = 0
         self._stop_at: int | None = None
 
-    def should_stop_after(self, step: int) -> bool:
+    def should_stop_after(self, step: int, prepare: Callable[[], None] = lambda: None) -> bool:
         """Return whether all ranks stop after this step. Called when it was committed and a handoff is requested.
+
+        Args:
+            step: the step.
+            prepare: called if this is the common step, before this rank tells the others that it has arrived.
 
         Raises:
             torch.distributed.DistError: rank 0 is gone.
@@ -73,7 +77,10 @@ class HandoffParticipant:
             self._messages.propose(self._name("verdict"), _MISSED)
             self._try_again()
             self._propose(step)
-        return self._stop_at == step and self._all_arrive()
+        if self._stop_at != step:
+            return False
+        prepare()
+        return self._all_arrive()
 
     def save_and_wait(self, step: int, take_snapshot: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
         """Save together with the other ranks, and wait; True if the group is over and this rank should leave.

@@ -37,11 +37,15 @@ class Replication:
         """Seconds until the slowest part of this node's ranks had arrived, as last measured; 0: none is sent."""
         return self._page.replicating_us / 1e6
 
+    def is_over(self, step: int) -> bool:
+        """Return whether the agent is done with this rank's part of the snapshot of this step."""
+        return self._page.replicated >= step
+
     def wait(self, step: int) -> None:
         """Wait until the agent is done with this rank's part of the snapshot of this step."""
         poll = select.poll()
         poll.register(self._event, select.POLLIN)
-        while self._page.replicated < step:
+        while not self.is_over(step):
             poll.poll()
             with suppress(BlockingIOError):
                 os.eventfd_read(self._event)

@@ -183,6 +183,11 @@ class SnapshotMemory:
         """Keep no reference to what was copied."""
         self._known.clear()
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether a copy is kept as it is."""
+        return bool(self._leased)
+
     def lease(self, begun: Unfinished) -> None:
         """Keep a copy as it is until `release`. At most one is leased at a time."""
         self._leased.add(begun.index)

@@ -29,27 +29,30 @@ class Schedule:
     anchor: int
     every: int
     until: int
+    is_sent: bool = False
+    """Some rank has a large part, which another node is to hold too."""
 
     def after(self, step: int) -> int:
         """Return the first step after this one at which a snapshot is due."""
         return step + self.every - (step - self.anchor) % self.every
 
 
-def first_schedule(step: int, least: int) -> Schedule:
+def first_schedule(step: int, *, is_sent: bool) -> Schedule:
     """Return the schedule for the first steps, before the durations of a step and a snapshot are known.
 
     Args:
         step: step of the first snapshot.
-        least: least steps between snapshots.
+        is_sent: rank 0 has a large part, which another node is to hold too.
 
     The first snapshot in each slot allocates memory that later ones reuse, and is waited for as long as it takes: its
     cost shows in the cost of the next one. One more snapshot then costs what all later ones will.
     """
-    return Schedule(step, least, step + least * (KEPT + 1))
+    least = _least(is_sent=is_sent)
+    return Schedule(step, least, step + least * (KEPT + 1), is_sent)
 
 
 def next_schedule(
-    number: int, step: int, *, cost_s: float, step_s: float, overhead: float, least: int, sending_s: float
+    number: int, step: int, *, cost_s: float, step_s: float, overhead: float, sending_s: float | None
 ) -> Schedule:
     """Return the next schedule.
 
@@ -59,18 +62,29 @@ def next_schedule(
         cost_s: seconds that a snapshot usually takes.
         step_s: seconds that a step takes without a snapshot.
         overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
-        least: least steps between snapshots.
-        sending_s: seconds that another node usually needs to get a large part; 0: there is none.
+        sending_s: seconds until another node has large parts. None: no rank has one that is sent.
     """
-    every = max(least, math.ceil(cost_s / (overhead * step_s)), math.ceil(_SENDING_INTERVAL * sending_s / step_s))
-    return Schedule(step, every, step + every * min(2**number, _MOST_SNAPSHOTS))
+    is_sent = sending_s is not None
+    least, sent = _least(is_sent=is_sent), math.ceil(_SENDING_INTERVAL * (sending_s or 0.0) / step_s)
+    every = max(least, sent, math.ceil(cost_s / (overhead * step_s)))
+    return Schedule(step, every, step + every * min(2**number, _MOST_SNAPSHOTS), is_sent)
+
+
+def _least(*, is_sent: bool) -> int:
+    """Return the least steps between snapshots: see `replication`."""
+    return 2 if is_sent else 1
 
 
 def text_of(schedule: Schedule | None) -> str:
     """Return the text for the rank store; None: no more snapshots."""
-    return _OFF if schedule is None else f"{schedule.anchor} {schedule.every} {schedule.until}"
+    if schedule is None:
+        return _OFF
+    return f"{schedule.anchor} {schedule.every} {schedule.until} {int(schedule.is_sent)}"
 
 
 def schedule_of(text: str) -> Schedule | None:
     """Parse the text from the rank store."""
-    return None if text == _OFF else Schedule(*map(int, text.split()))
+    if text == _OFF:
+        return None
+    anchor, every, until, is_sent = map(int, text.split())
+    return Schedule(anchor, every, until, bool(is_sent))

@@ -22,7 +22,7 @@ from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main
 from trainer_runtime.free_memory import free_memory
-from trainer_runtime.phases import phase_time_s
+from trainer_runtime.phases import phase_time_s, runtime_phase
 from trainer_runtime.snapshot_memory import snapshot_descriptor
 from trainer_runtime.snapshot_page import KEPT, LINK_PART_BYTES
 from trainer_runtime.snapshot_schedule import (
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 NEVER = sys.maxsize
 _LEAST_STEP_S = 1e-6
+_LARGE = "snapshots/large"
+"""Proposed by ranks with large parts, in case rank 0 has none."""
+_BETWEEN_SENT = 2
+"""Least steps between snapshots whose parts are sent."""
 
 
 @dataclass(slots=True)
@@ -53,13 +57,10 @@ class _Period:
     phase_time_s: float
     costs_s: list[float] = field(default_factory=list)
     """Cost of each snapshot."""
-    waited_s: float = 0.0
-    """Time for which this rank waited until another node had its part."""
 
     def step_s(self, step: int) -> float:
-        """Return the seconds that a step has taken, without snapshots, such waits and phases."""
-        paused_s = sum(self.costs_s) + self.waited_s + phase_time_s() - self.phase_time_s
-        trained_s = time.monotonic() - self.began - paused_s
+        """Return the seconds that a step has taken, without snapshots and phases."""
+        trained_s = time.monotonic() - self.began - sum(self.costs_s) - (phase_time_s() - self.phase_time_s)
         return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
 
     def cost_s(self, number: int) -> float:
@@ -92,8 +93,10 @@ class SnapshotTaker:
         self._channel = channel
         self._messages = messages
         self._replication = replication
-        self._is_sent = False
+        self._is_large = False
         """This rank's part is large, and another node is to hold it."""
+        self._has_told = False
+        """Rank 0 was told of that."""
         self._overhead = _overhead()
         self._held_bytes = channel.restored_snapshot_bytes()
         """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
@@ -129,8 +132,11 @@ class SnapshotTaker:
             raise self._store_error
         self._capturer.settle()
         began = time.monotonic()
-        # A snapshot that is not scheduled would replace one that other ranks may still need.
-        capture = self._copy_state(is_snapshot=step >= self._next or not self._is_sent)
+        is_extra = step < self._next and self._is_sent  # it would replace a snapshot that other ranks may still need
+        if is_extra and self._capturer.is_leased:  # the last checkpoint is still being written
+            self._wait_before_next(step)
+            return None
+        capture = self._copy_state(is_snapshot=not is_extra)
         self._period.costs_s.append(time.monotonic() - began + self._capturer.take_waited_s())
         if capture is None:
             self._stop()
@@ -147,9 +153,14 @@ class SnapshotTaker:
         Raises:
             TypeError: as `take`.
         """
-        self._wait_until_replicated()
+        self.wait_until_replicated()
+        if self._capturer.newest == step:
+            return True
         if self._next == NEVER or self._copy_state(is_snapshot=True) is None:
             return False
+        while self._schedule is not None and self._is_sent and self._next < step + _BETWEEN_SENT:
+            self._next = self._schedule.after(self._next)  # if there was no change after all
+        self.due = self._next
         self._capturer.settle()
         return self._capturer.newest == step
 
@@ -160,20 +171,26 @@ class SnapshotTaker:
             if step < self._next - 1:
                 self.due = self._next - 1
             else:
-                self._wait_until_replicated()
+                self.wait_until_replicated()
 
-    def _wait_until_replicated(self) -> None:
+    def wait_until_replicated(self) -> None:
         """Wait until the last snapshot is complete, and another node holds this rank's part of it if it is large."""
         self._capturer.settle()
-        if self._is_sent and self._replication is not None:
-            began = time.monotonic()
-            self._replication.wait(self._channel.reported_snapshot)
-            self._period.waited_s += time.monotonic() - began
+        if self._is_large and self._replication is not None:
+            step = self._channel.reported_snapshot
+            if not self._replication.is_over(step):
+                with runtime_phase("replicate"):
+                    self._replication.wait(step)
+
+    @property
+    def _is_sent(self) -> bool:
+        """Some rank has a large part that another node is to hold, as far as is known."""
+        return self._is_large or (self._schedule is not None and self._schedule.is_sent)
 
     def _copy_state(self, *, is_snapshot: bool) -> Capture | None:
         """Copy the state, and report it to the agent if it is a snapshot; None if there is no room for it."""
         state = self._capturer.flatten()
-        self._is_sent = self._replication is not None and state.part.bytes > LINK_PART_BYTES
+        self._is_large = self._replication is not None and state.part.bytes > LINK_PART_BYTES
         return self._capturer.copy(state, is_snapshot=is_snapshot, may_defer=True) if self._fits(state) else None
 
     def _fits(self, state: FlatState) -> bool:
@@ -182,7 +199,7 @@ class SnapshotTaker:
             given = os.environ.get(contract.SNAPSHOT_MEMORY)
             self._limit = int(given) if given else self._half_of_what_is_free()
         # Of large parts, this node also holds those of another node. All are taken to be as large as this one.
-        parts_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (2 if self._is_sent else 1)
+        parts_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (2 if self._is_large else 1)
         size = KEPT * ((state.common.bytes if state.common is not None else 0) + parts_here * state.part.bytes)
         if size > self._limit:
             warn(
@@ -213,13 +230,16 @@ class SnapshotTaker:
             return
         self._schedule = schedule_of(text)
         self._settled += 1
+        if self._is_large and not self._has_told:  # before rank 0 sets the next schedule
+            self._messages.propose(_LARGE, "yes")
+            self._has_told = True
         self._period = _begin_period(step)
         self._next = NEVER if self._schedule is None else self._schedule.after(step)
 
     def _propose(self, step: int) -> Schedule:
-        least = 2 if self._is_sent else 1
+        is_sent = self._is_sent or self._messages.has(_LARGE)
         if self._schedule is None:
-            return first_schedule(step, least)
+            return first_schedule(step, is_sent=is_sent)
         number, period = self._settled, self._period
         return next_schedule(
             number,
@@ -227,8 +247,7 @@ class SnapshotTaker:
             cost_s=period.cost_s(number),
             step_s=period.step_s(step),
             overhead=self._overhead,
-            least=least,
-            sending_s=self._replication.took_s if self._is_sent and self._replication is not None else 0.0,
+            sending_s=self._replication.took_s if is_sent and self._replication is not None else None,
         )
 
     def _stop(self) -> None:

@@ -305,7 +305,9 @@ class State:
     def commit(self, **metrics: float | torch.Tensor) -> None:
         """End a step. Call it on every rank, once per item or group of items, after all of its optimizer steps.
 
-        If no save is due this takes about a microsecond: no system call, no collective, no device synchronization.
+        If neither a save nor a snapshot is due this takes about a microsecond: no system call, no collective, no device
+        synchronization. Before a snapshot, a rank with a large part of a sharded model waits until the next node has
+        its part of the last one, if that is late.
 
         Args:
             **metrics: numbers, or tensors with one element, that describe the step; a checkpoint of the step has them
@@ -414,7 +416,9 @@ class State:
 
     def _handle_handoff(self, number: int) -> None:
         """Save and leave if this is the step at which all ranks stop for the requested handoff."""
-        if self._saver is None or self._handoff is None or not self._handoff.should_stop_after(self._pos.step):
+        if self._saver is None or self._handoff is None:
+            return
+        if not self._handoff.should_stop_after(self._pos.step, self._prepare_handoff):
             return
         self._handled_handoff = number
         self._saved_step = self._pos.step
@@ -423,6 +427,11 @@ class State:
             if self._leave_on_handoff:
                 restart_at_exit()
                 raise SystemExit(contract.EXIT_RESTART)
+
+    def _prepare_handoff(self) -> None:
+        """Before any rank replaces a snapshot, all parts of the newest one have arrived."""
+        if self._snapshots is not None:
+            self._snapshots.wait_until_replicated()
 
     def _take_handoff_snapshot(self, step: int) -> bool:
         return self._snapshots is not None and self._snapshots.take_and_wait(step)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from agent.links.frames import LinkBroken
 from agent.links.part_stream import (
+    OUTDATED,
     STALL_S,
     WHOLE,
     PartHeader,
@@ -41,14 +42,22 @@ _IDLE_S = 300.0  # for a caller that vanished without closing; a live one connec
 
 
 class NoRoomError(Exception):
-    """A part is not taken. The message is a short phrase for people."""
+    """There is no memory for a part. The message is a short phrase for people."""
+
+
+class OutdatedPartError(Exception):
+    """A part is of an older group."""
 
 
 class PartHolder(Protocol):
     """Holds the parts that are received."""
 
     def make_room(self, header: PartHeader) -> int:
-        """Return the descriptor of a memory of the part's size, which belongs to the caller. Raises `NoRoomError`."""
+        """Return the descriptor of a memory of the part's size, which belongs to the caller.
+
+        Raises:
+            NoRoomError, OutdatedPartError: the part is not taken.
+        """
 
     def store_large(self, header: PartHeader, descriptor: int) -> None:
         """Take over a memory that has been filled."""
@@ -72,7 +81,7 @@ class PartReceiver:
         self._lock = threading.Lock()
         self._is_closed = False
         self._connections: dict[socket.socket, bool] = {}
-        """Whether the caller has proven itself; in the order of the connections."""
+        """Whether the caller has yet to prove itself; in the order of the connections."""
         self._socket = listen()
         self.port: int = self._socket.getsockname()[1]
         """Port at which other agents reach this one, on every interface."""
@@ -110,16 +119,21 @@ class PartReceiver:
                 continue
             with self._lock:
                 credential = self._credential
-                unproven = [each for each, is_proven in self._connections.items() if not is_proven]
-                if len(unproven) >= _MAX_UNPROVEN:
-                    _wake_and_end(unproven[0])
-                self._connections[connection] = False
+                waiting = [each for each, is_waiting in self._connections.items() if is_waiting]
+                if len(waiting) >= _MAX_UNPROVEN:
+                    self._connections[waiting[0]] = False
+                    _wake_and_end(waiting[0])
+                self._connections[connection] = True
             if credential is None:
                 self._forget(connection)
                 continue
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(connection, credential), name="parts-receive", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # a limit of processes; the caller tries again
+                self._forget(connection)
 
     def _forget(self, connection: socket.socket) -> None:
         with self._lock:
@@ -143,7 +157,7 @@ class PartReceiver:
             handshake_as_called(encrypted, credential)
             deadline.cancel()
             with self._lock:
-                self._connections[plain] = True
+                self._connections[plain] = False
             while True:
                 self._receive(encrypted)
 
@@ -154,6 +168,9 @@ class PartReceiver:
         connection.settimeout(STALL_S)
         try:
             descriptor = holder.make_room(header)
+        except OutdatedPartError:
+            send_message(connection, OUTDATED)
+            return
         except NoRoomError as error:
             send_message(connection, str(error).encode())
             return

@@ -7,7 +7,6 @@ given up at once for a while, until a link changes or the next one is tried.
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import ssl
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from agent.links.frames import LinkBroken
 from agent.links.part_stream import (
+    OUTDATED,
     STALL_S,
     TORN,
     WHOLE,
@@ -113,6 +113,12 @@ class PartSender:
         if replaced is not None:
             replaced.end(is_held=False)
 
+    def end_group(self, group: int) -> None:
+        """Give up the parts of this group, and of older ones: its ranks have ended."""
+        with self.changed:
+            self.least_group = max(self.least_group, group + 1)
+            self.changed.notify_all()
+
     def wake(self) -> None:
         """Try again at once: a link has changed."""
         with self.changed:
@@ -128,7 +134,7 @@ class PartSender:
             lanes = [*self._lanes.values()]
         give_up_at = time.monotonic() + _CLOSE_WITHIN_S
         for lane in lanes:
-            lane.disconnect()
+            lane.interrupt()
         for lane in lanes:
             lane.thread.join(max(0.0, give_up_at - time.monotonic()))
 
@@ -154,6 +160,10 @@ class _Given:
         self.part.on_end(is_held, time.monotonic() - self.since)
 
 
+class _OutdatedError(LinkBroken):
+    """The other agent is in a later group."""
+
+
 class _Lane:
     """The thread that sends the parts of one rank."""
 
@@ -166,14 +176,18 @@ class _Lane:
         self.thread = threading.Thread(target=self._run, name="parts", daemon=True)
         self.thread.start()
 
-    def disconnect(self) -> None:
-        """Close the connection. May be called from another thread, whose wait it then ends."""
+    def interrupt(self) -> None:
+        """From another thread: end what the thread sends or waits for."""
+        with self._connection_lock, suppress(OSError):
+            if self._connection is not None:
+                # Not `SSLSocket`'s method, which would take the encryption away from the thread.
+                socket.socket.shutdown(self._connection[1], socket.SHUT_RDWR)
+
+    def _disconnect(self) -> None:
         with self._connection_lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(OSError):
-                connection[1].shutdown(socket.SHUT_RDWR)
-            connection[1].close()
+            if self._connection is not None:
+                self._connection[1].close()
+                self._connection = None
 
     def _run(self) -> None:
         sender = self._sender
@@ -185,7 +199,7 @@ class _Lane:
                 given.end(is_held=not sender.is_closed and self._deliver(given.part))
             elif sender.is_closed:
                 break
-        self.disconnect()
+        self._disconnect()
 
     def _deliver(self, part: LargePart) -> bool:
         """Send a part; return whether the other agent holds it."""
@@ -195,7 +209,7 @@ class _Lane:
             return False
         give_up_at = time.monotonic() + (_GIVE_UP_S if failure is None else 0.0)
         while (reason := self._try(part)) is not None:
-            if not self._is_wanted(part):
+            if not reason or not self._is_wanted(part):
                 return False
             with sender.changed:
                 left_s = give_up_at - time.monotonic()
@@ -221,7 +235,7 @@ class _Lane:
         return not sender.is_closed and part.header.copy.group >= sender.least_group and part.is_intact()
 
     def _try(self, part: LargePart) -> str | None:
-        """Send a part once; return None, or why it was not sent."""
+        """Send a part once; return None, or why it was not sent. Empty: it is not wanted any more."""
         address = self._sender.address_of(part.receiver)
         if address is None:
             return "there is no link to it"
@@ -234,8 +248,11 @@ class _Lane:
             if not is_whole:
                 return "the rank has replaced it"
             receive_message(connection)
+        except _OutdatedError:
+            self._disconnect()
+            return ""
         except (LinkBroken, OSError) as error:
-            self.disconnect()
+            self._disconnect()
             reason = str(error) if isinstance(error, LinkBroken) else error.strerror or str(error)
             return f"{reason} ({address.host}:{address.port})"
         return None
@@ -244,29 +261,28 @@ class _Lane:
         connection.settimeout(_CONNECT_S)
         send_message(connection, encode_header(part.header))
         refusal = receive_message(connection)
+        if refusal == OUTDATED:
+            raise _OutdatedError
         if refusal:
             raise LinkBroken(refusal.decode(errors="replace"))
         connection.settimeout(STALL_S)
 
     def _send_bytes(self, connection: ssl.SSLSocket, part: LargePart) -> None:
-        begin = part.at - part.at % mmap.ALLOCATIONGRANULARITY
-        end = part.at + part.header.size_bytes
-        # Not closed here: after an error, frames of the traceback still have views of it.
-        memory = mmap.mmap(part.descriptor, end - begin, prot=mmap.PROT_READ, offset=begin)
-        send_bytes(connection, memoryview(memory)[part.at - begin :], lambda: self._is_wanted(part))
+        send_bytes(connection, part.descriptor, part.at, part.header.size_bytes, lambda: self._is_wanted(part))
 
     def _connect(self, address: PartAddress, receiver: Identity) -> ssl.SSLSocket:
         if self._connection is not None and self._connection[0] == address:
             return self._connection[1]
-        self.disconnect()
+        self._disconnect()
         plain = socket.create_connection((address.host, address.port), _CONNECT_S)
         try:
-            connection = self._sender.tls.dialling.wrap_socket(plain)
+            connection = self._sender.tls.dialling.wrap_socket(plain, do_handshake_on_connect=False)
         except BaseException:
             plain.close()
             raise
         with self._connection_lock:
             self._connection = address, connection
+        connection.do_handshake()
         if fingerprint(connection.getpeercert(binary_form=True) or b"") != address.cert:
             raise LinkBroken("it shows another certificate than its record in etcd names")
         handshake_as_caller(connection, address.credential, receiver)

@@ -17,7 +17,7 @@ Then for each part:
 | from | message |
 |---|---|
 | caller | `PartHeader` |
-| called | empty: it has memory for the part; else why not, and the caller closes the connection |
+| called | empty: it has memory for the part; else `OUTDATED` or why it has none, and the caller closes |
 | caller | the part's bytes, without framing; if the rank replaces the snapshot meanwhile, the caller closes |
 | caller | `WHOLE`; or `TORN`: the rank replaced the snapshot while its last bytes were sent |
 | called | empty, after `WHOLE`: it holds the part |
@@ -25,6 +25,7 @@ Then for each part:
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
@@ -44,6 +45,8 @@ VERSION = b"elastic-agent part stream 1"
 STALL_S = 10.0
 """How long either end waits until the other takes or sends something."""
 WHOLE, TORN = b"whole", b"torn"
+OUTDATED = b"outdated"
+"""Answer to the header of a part of an older group."""
 _LENGTH = struct.Struct("!I")
 _MESSAGE_BYTES = 4096
 _CHUNK_BYTES = 4 << 20
@@ -129,12 +132,20 @@ def receive_message(connection: socket.socket) -> bytes:
     return _receive_exactly(connection, length)
 
 
-def send_bytes(connection: socket.socket, data: memoryview, is_wanted: Callable[[], bool]) -> None:
-    """Send bytes. Raises `LinkBroken` once they are no longer wanted, and `OSError`."""
-    for at in range(0, len(data), _CHUNK_BYTES):
+def send_bytes(connection: socket.socket, memory: int, at: int, size_bytes: int, is_wanted: Callable[[], bool]) -> None:
+    """Send bytes of a memory. Raises `LinkBroken` if they are not there or no longer wanted, and `OSError`.
+
+    They are read into a buffer and not mapped: the script may shorten the memory at any time.
+    """
+    buffer, end = bytearray(min(size_bytes, _CHUNK_BYTES)), at + size_bytes
+    while at < end:
         if not is_wanted():
             raise LinkBroken("no longer wanted")
-        connection.sendall(data[at : at + _CHUNK_BYTES])
+        read = os.preadv(memory, [memoryview(buffer)[: end - at]], at)
+        if not read:
+            raise LinkBroken("the rank has shortened its memory")
+        connection.sendall(memoryview(buffer)[:read])
+        at += read
 
 
 def receive_bytes(connection: socket.socket, place: memoryview) -> None:

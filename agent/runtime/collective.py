@@ -86,7 +86,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             config.hang,
             plan_standbys(config, environ),
             self._links.send_part,
-            self._part_sender.send,
+            self._part_sender,
             self._links.when_delivered,
         )
         self._final_report = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)

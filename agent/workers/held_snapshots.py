@@ -133,13 +133,18 @@ class HeldGroup:
         if part not in newest:
             part.drop(release)
 
-    def take_oldest(self, rank: int) -> int | None:
-        """If two parts of a rank are held, remove the older one and return its memory; else None."""
-        oldest, *newer = self.parts.get(rank, (None,))
-        if oldest is None or len(newer) < SNAPSHOTS_PER_RANK - 1 or not isinstance(oldest.source, int):
+    def make_room(self, rank: int, step: int) -> int | None:
+        """Remove the part that one of this step replaces, and return its memory; None: it replaces none.
+
+        That is a part of this very step, whose receipt the sender has not seen; else the older one of two.
+        """
+        parts = self.parts.get(rank, ())
+        same = tuple(part for part in parts if part.copy.step == step)
+        replaced = same or parts[: len(parts) - SNAPSHOTS_PER_RANK + 1]
+        if not replaced or not isinstance(replaced[0].source, int):
             return None
-        self.parts[rank] = tuple(newer)
-        return oldest.source
+        self.parts[rank] = tuple(part for part in parts if part is not replaced[0])
+        return replaced[0].source
 
     def _keep_parts(self, rank: int, kept: tuple[NeighbourPart, ...], release: MemoryRelease) -> None:
         for part in self.parts.pop(rank, ()):

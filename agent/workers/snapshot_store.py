@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from agent.core.events import InventoryChanged
 from agent.core.model import StateId
-from agent.links.part_receiver import NoRoomError
-from agent.links.part_sender import LargePart
+from agent.links.part_receiver import NoRoomError, OutdatedPartError
+from agent.links.part_sender import LargePart, PartSender
 from agent.links.part_stream import PartHeader
 from agent.links.snapshot_parts import SnapshotPart
 from agent.workers.held_snapshots import HeldGroup, NeighbourPart, PieceSource, SnapshotPiece, memory_with
@@ -68,18 +68,18 @@ class SnapshotStore:
     Args:
         post: receives `InventoryChanged` when a group ends, and after each change while no local rank runs.
         replicate: receives the part of each new snapshot that neighbours are to store; may not block.
-        replicate_large: receives each such part that is large; may not block. None: these are not sent.
+        part_sender: sends each such part that is large. None: these are not sent.
     """
 
     def __init__(
         self,
         post: Callable[[InventoryChanged], None],
         replicate: Callable[[SnapshotPart], None],
-        replicate_large: Callable[[LargePart], None] | None = None,
+        part_sender: PartSender | None = None,
     ) -> None:
         self._post = post
         self._replicate = replicate
-        self._replicate_large = replicate_large
+        self._part_sender = part_sender
         self._lock = threading.Lock()
         self._release = MemoryRelease()
         self._groups: dict[int, HeldGroup] = {}
@@ -139,6 +139,8 @@ class SnapshotStore:
         """Count the snapshots of the running group: none of its processes is left."""
         with self._lock:
             if self._running is not None:  # otherwise its ranks take no snapshots
+                if self._part_sender is not None:
+                    self._part_sender.end_group(self._running.number)
                 self._running, self._on_sent = None, None
                 self._forget_ranks()
                 self._post_inventory()
@@ -159,8 +161,8 @@ class SnapshotStore:
                 self._tell(rank, step, 0.0)
         if isinstance(part, SnapshotPart):
             self._replicate(part)
-        elif part is not None and self._replicate_large is not None:
-            self._replicate_large(part)
+        elif part is not None and self._part_sender is not None:
+            self._part_sender.send(part)
 
     def when_sent(self, step: int, then: _OnSent) -> None:
         """Call `then` once the neighbours were sent all parts of the local ranks' snapshots of this step.
@@ -190,19 +192,22 @@ class SnapshotStore:
         everywhere, so it gets the memory of the oldest.
 
         Raises:
-            NoRoomError: it is not wanted, or there is too little memory.
+            NoRoomError: there is too little memory.
+            OutdatedPartError: the part is of an older group.
         """
         copy = header.copy
         with self._lock:
             if self._is_outdated(copy):
-                raise NoRoomError("it is of an older group")
-            memory = self._group(copy.run, copy.group).take_oldest(header.rank)
+                raise OutdatedPartError
+            memory = self._group(copy.run, copy.group).make_room(header.rank, copy.step)
             if memory is not None and self._running is None:
                 self._post_inventory()
+        free, there = free_memory(), os.fstat(memory).st_size if memory is not None else 0
+        if free < header.size_bytes - there:
+            if memory is not None:
+                self._release.close_soon(memory)
+            raise NoRoomError(f"it has {free >> 20} MiB of free memory, and a copy takes {header.size_bytes >> 20}")
         if memory is None:
-            free = free_memory()
-            if free < header.size_bytes:
-                raise NoRoomError(f"it has {free >> 20} MiB of free memory, and a copy takes {header.size_bytes >> 20}")
             memory = os.memfd_create(f"{MEMORY_NAME}:kept", os.MFD_CLOEXEC)
         os.ftruncate(memory, header.size_bytes)
         return memory
@@ -273,7 +278,7 @@ class SnapshotStore:
         """Tell a rank that this agent is done with its part of this step. The caller holds the lock."""
         shared = self._ranks[rank]
         shared.page.replicating_us = int(1e6 * took_s)
-        shared.page.replicated = step
+        shared.page.replicated = max(shared.page.replicated, step)
         os.eventfd_write(shared.replicated_event, 1)
 
     def _on_large_end(self, group: HeldGroup, header: PartHeader, is_held: bool, took_s: float) -> None:  # noqa: FBT001
@@ -323,7 +328,7 @@ class SnapshotStore:
             return None
         copy = StateId(run=group.run, group=group.number, step=step)
         if slot.part_bytes > LINK_PART_BYTES:
-            if self._next_node is None or self._replicate_large is None:
+            if self._next_node is None or self._part_sender is None:
                 return None
             header = PartHeader(
                 copy=copy, world_size=group.world_size, rank=rank, checksum=slot.part_sum, size_bytes=slot.part_bytes

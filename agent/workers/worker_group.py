@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from agent.core.events import Event
     from agent.core.model import Checkpoint, Failure, RestorePoint, StateId
-    from agent.links.part_sender import LargePart
+    from agent.links.part_sender import PartSender
     from agent.links.snapshot_parts import SnapshotPart
     from agent.workers.channel import Channel, ReplicaMessage
     from agent.workers.launch_plan import Launch, RankCommand
@@ -73,7 +73,7 @@ class WorkerGroup:
         hang: HangConfig = _DEFAULT_HANG_CONFIG,
         standbys: StandbyPlan | None = None,
         replicate: Callable[[SnapshotPart], None] = lambda _: None,
-        replicate_large: Callable[[LargePart], None] | None = None,
+        part_sender: PartSender | None = None,
         after_replication: Callable[[Callable[[], None]], None] = lambda then: then(),
         on_replica_message: Callable[[ReplicaMessage], None] = lambda _: None,
     ) -> None:
@@ -84,13 +84,13 @@ class WorkerGroup:
             hang: limits of the hang monitor.
             standbys: plan of the standbys. None: there are none.
             replicate: receives the part of each new snapshot that neighbours are to store; may not block.
-            replicate_large: receives each such part that is large; may not block. None: these are not sent.
+            part_sender: sends each such part that is large. None: these are not sent.
             after_replication: receives a function to call once the neighbours have stored these parts; may not block.
             on_replica_message: receives what a parameter server reports of the replica of a shard.
         """
         become_subreaper()
         self._post = post
-        self.snapshots = SnapshotStore(post, replicate, replicate_large)
+        self.snapshots = SnapshotStore(post, replicate, part_sender)
         """The snapshots that this node holds in memory."""
         self._after_replication = after_replication
         self._on_replica_message = on_replica_message

@@ -19,7 +19,7 @@ from agent.core.model import Identity, StateId
 from agent.links import part_sender, part_stream
 from agent.links.frames import LinkBroken, in_the_clear
 from agent.links.handshake import Credential
-from agent.links.part_receiver import NoRoomError, PartReceiver
+from agent.links.part_receiver import NoRoomError, OutdatedPartError, PartReceiver
 from agent.links.part_sender import LargePart, PartAddress, PartSender
 from agent.links.part_stream import PartHeader, handshake_as_caller
 from agent.runtime.agent_certificates import link_tls
@@ -43,7 +43,7 @@ class Holder:
 
     def make_room(self, header: PartHeader) -> int:
         if self.refusal:
-            raise NoRoomError(self.refusal)
+            raise OutdatedPartError if self.refusal == "outdated" else NoRoomError(self.refusal)
         memory = os.memfd_create("test", os.MFD_CLOEXEC)
         os.ftruncate(memory, header.size_bytes)
         return memory
@@ -169,6 +169,45 @@ def test_an_agent_that_does_not_answer_costs_one_wait(ends: Ends) -> None:
     began = time.monotonic()
     ends.sender.close()
     assert time.monotonic() - began < 2.0
+
+
+def test_a_part_of_an_older_group_is_given_up_without_a_word(ends: Ends) -> None:
+    ends.holder.refusal = "outdated"
+    with capture_logs() as logs:
+        ends.send(5, os.urandom(SIZE))
+        ends.wait((5, False))
+    assert logs == []
+    assert ends.took_s[0] < 1.0
+
+
+def test_once_the_ranks_have_ended_nobody_is_waited_for(ends: Ends) -> None:
+    ends.address = None
+    with capture_logs() as logs:
+        ends.send(5, os.urandom(SIZE))
+        ends.sender.end_group(2)
+        ends.wait((5, False))
+    assert logs == []
+    assert ends.took_s[0] < 1.5
+
+
+def test_a_script_may_shorten_its_memory_at_any_time(ends: Ends) -> None:
+    memory: list[int] = []
+
+    def shorten() -> bool:
+        os.ftruncate(memory[0], 4096)
+        return True
+
+    send = ends.sender.send
+
+    def send_and_note(part: LargePart) -> None:
+        memory.append(part.descriptor)
+        send(part)
+
+    ends.sender.send = send_and_note  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        ends.send(5, os.urandom(SIZE), shorten)
+        ends.wait((5, False))
+    assert "the rank has shortened its memory" in logs[0]["event"]
 
 
 def test_a_link_that_opens_in_time_is_used_at_once(ends: Ends) -> None:

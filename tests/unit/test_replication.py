@@ -80,6 +80,9 @@ class Watched:
         self.took_s = 0.0
         self.state: tr.State
 
+    def is_over(self, step: int) -> bool:
+        return step == 0
+
     def wait(self, step: int) -> None:
         self.waits.append((self.state.step, step))
 
@@ -128,6 +131,30 @@ def test_the_interval_leaves_time_for_sending(train: Callable[..., tuple[FakeAge
     agent, watched = train(100, took_s=1e6)
     wait_for(lambda: agent.snapshots == [1, 3, 5, 7], "the first ones", BOUND_S)
     assert watched.waits == [(2, 1), (4, 3), (6, 5)]
+
+
+def test_a_handoff_that_leads_to_nothing_leaves_two_steps_until_the_next_snapshot(
+    train: Callable[..., tuple[FakeAgent, Watched]],
+) -> None:
+    """Its snapshot replaces one, so all parts of it are to arrive before the next one replaces another."""
+    agent, watched = train(4)
+    snapshots = watched.state._snapshots
+    assert snapshots is not None
+    assert snapshots.take_and_wait(4)
+    for _ in range(5):
+        watched.state.commit()
+    wait_for(lambda: agent.snapshots == [1, 3, 4, 7, 9], "not after step 5", BOUND_S)
+    assert watched.waits == [(2, 1), (4, 3), (4, 3), (6, 4), (8, 7)]
+
+
+def test_a_handoff_at_the_step_of_a_snapshot_takes_no_second_one(
+    train: Callable[..., tuple[FakeAgent, Watched]],
+) -> None:
+    agent, watched = train(3)
+    assert watched.state._snapshots is not None
+    assert watched.state._snapshots.take_and_wait(3)
+    wait_for(lambda: agent.snapshots == [1, 3], "only those of the schedule", BOUND_S)
+    assert watched.waits == [(2, 1), (3, 3)]
 
 
 def test_a_checkpoint_between_two_snapshots_replaces_none(train: Callable[..., tuple[FakeAgent, Watched]]) -> None:

@@ -231,6 +231,8 @@ def test_the_next_step_waits_for_the_copy(rank: Rank, hold: Hold) -> None:
 
     threading.Thread(target=copy_at_last).start()
     rank.opt.step()
+    assert hold.may_copy.is_set(), "the step has waited"
+    rank.copier.join()  # the step does not wait for the checksum
     assert rank.told == [1, 2]
     assert rank.copier.take_waited_s() > 0.1
 

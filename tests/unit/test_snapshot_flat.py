@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -160,12 +161,13 @@ def test_a_schedule_is_the_same_on_all_ranks_and_ends_as_defined() -> None:
     assert [schedule.after(step) for step in (10, 11, 13, 14, 18)] == [14, 14, 14, 18, 22]
     assert schedule_of(text_of(schedule)) == schedule
     assert schedule_of(text_of(None)) is None
-    assert (first_schedule(5, 1).after(5), first_schedule(5, 1).until) == (6, 6 + KEPT)
-    assert (first_schedule(5, 2).after(5), first_schedule(5, 2).until) == (7, 7 + 2 * KEPT)
+    assert schedule_of(text_of(replace(schedule, is_sent=True))) == replace(schedule, is_sent=True)
+    assert first_schedule(5, is_sent=False) == Schedule(5, 1, 6 + KEPT)
+    assert first_schedule(5, is_sent=True) == Schedule(5, 2, 7 + 2 * KEPT, is_sent=True)
 
 
-def settle(number: int, step: int, *, cost_s: float = 0.0, least: int = 1, sending_s: float = 0.0) -> Schedule:
-    return next_schedule(number, step, cost_s=cost_s, step_s=1.0, overhead=0.01, least=least, sending_s=sending_s)
+def settle(number: int, step: int, *, cost_s: float = 0.0, sending_s: float | None = None) -> Schedule:
+    return next_schedule(number, step, cost_s=cost_s, step_s=1.0, overhead=0.01, sending_s=sending_s)
 
 
 @pytest.mark.parametrize(("cost_s", "every"), [(0.0, 1), (0.01, 1), (0.0101, 2), (0.1, 10), (7.0, 700)])
@@ -175,7 +177,7 @@ def test_what_a_snapshot_takes_stays_below_the_share_allowed(cost_s: float, ever
 
 @pytest.mark.parametrize(("sending_s", "every"), [(0.0, 2), (0.9, 2), (1.1, 3), (10.0, 20)])
 def test_large_parts_have_arrived_in_half_of_the_interval(sending_s: float, every: int) -> None:
-    assert settle(1, 100, least=2, sending_s=sending_s) == Schedule(100, every, 100 + 2 * every)
+    assert settle(1, 100, sending_s=sending_s) == Schedule(100, every, 100 + 2 * every, is_sent=True)
 
 
 def test_what_is_measured_is_settled_more_and_more_rarely() -> None:

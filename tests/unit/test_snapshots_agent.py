@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from waiting import wait_for
 
 from agent.core.events import InventoryChanged
 from agent.core.model import Identity, Replica, RestorePoint, StateId
-from agent.links.part_receiver import NoRoomError
-from agent.links.part_sender import LargePart
+from agent.links.part_receiver import NoRoomError, OutdatedPartError
+from agent.links.part_sender import LargePart, PartSender
 from agent.links.part_stream import PartHeader
 from agent.links.snapshot_parts import SnapshotPart
 from agent.workers.held_snapshots import PieceSource, SnapshotPiece
@@ -76,7 +77,13 @@ class Bench:
         self.told: list[tuple[Replica, ...]] = []
         self.handed: list[SnapshotPart] = []
         self.large: list[LargePart] = []
-        self.snapshots = SnapshotStore(self._post, self.handed.append, self.large.append)
+        self.ended: list[int] = []
+        """Groups whose parts are not sent any more."""
+        self.snapshots = SnapshotStore(
+            self._post,
+            self.handed.append,
+            cast("PartSender", SimpleNamespace(send=self.large.append, end_group=self.ended.append)),
+        )
         self.ranks: list[Rank] = []
 
     def _post(self, event: InventoryChanged) -> None:
@@ -342,10 +349,37 @@ def test_while_a_third_large_part_is_on_its_way_the_oldest_does_not_count(bench:
     assert bench.told[-1] == (held(1, 6, 3, has_common=False),)
 
 
+def test_a_part_that_is_sent_again_takes_the_place_of_itself(bench: Bench) -> None:
+    """Its receipt was lost; the one before it may still be needed."""
+    bench.begin(1, range(1))
+    for step in (3, 5, 7, 7):
+        bench.receive(step, 3)
+    bench.make(5, 7)
+    assert bench.end() == (held(1, 5, 0, 3), held(1, 7, 0, 3))
+
+
+def test_a_third_part_that_is_much_larger_needs_free_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.begin(1, range(1))
+    for step in (5, 6):
+        bench.receive(step, 3)
+    monkeypatch.setattr("agent.workers.snapshot_store.free_memory", lambda: 3 << 20)
+    header = PartHeader(copy=copy(1, 7), world_size=WORLD, rank=3, checksum=7, size_bytes=2**62)
+    with pytest.raises(NoRoomError, match="it has 3 MiB"):
+        bench.snapshots.make_room(header)
+
+
+def test_when_the_ranks_have_ended_their_parts_are_sent_no_more(bench: Bench) -> None:
+    bench.begin(2, range(1), NEXT)
+    bench.make_large(5)
+    bench.end_sending(5, is_held=True)
+    bench.end()
+    assert bench.ended == [2]
+
+
 def test_a_large_part_of_an_older_group_is_not_taken(bench: Bench) -> None:
     bench.begin(2)
     bench.snapshots.on_restore_point(restore_point(2, copy(1, 5)))
-    with pytest.raises(NoRoomError, match="of an older group"):
+    with pytest.raises(OutdatedPartError):
         bench.receive(4, 3)
     bench.receive(5, 3)
     header = PartHeader(copy=copy(2, 7), world_size=WORLD, rank=3, checksum=7, size_bytes=8)

@@ -73,6 +73,11 @@ class Capturer:
         return self._memory.newest
 
     @property
+    def is_leased(self) -> bool:
+        """Whether a checkpoint is being written from a copy."""
+        return self._memory.is_leased
+
+    @property
     def is_copying(self) -> bool:
         """Whether a thread may be copying, so that training waits for it before it changes something."""
         return self._copier.is_copying
