@@ -245,7 +245,7 @@ class WorkerConfig:
     standby: StandbyMode = "learned"
     """What standby processes have imported: torch, or what the script imported last time. off: there are none."""
     ends_at_script_errors: bool = False
-    """End the job if a mistake in the script ends every rank twice in a row before the first training step."""
+    """End the job if a script error ends every rank twice in a row before the first training step."""
     stdin_rank: int | None = None
     """Rank that reads the agent's standard input. None: rank 0 if it is the only rank."""
     script_from_stdin: str | None = None

@@ -64,28 +64,33 @@ class Capture:
     Args:
         begun: the copy.
         memory: the memory that it is in.
-        copying: tells whether nothing was changed while it was copied; None: it is copied.
-        versions: returns the version counters now of what is copied by a thread.
+        versions: returns the version counters now of what is to be copied by a thread; None: everything is copied.
     """
 
     def __init__(
-        self,
-        begun: Unfinished,
-        memory: SnapshotMemory,
-        copying: Future[bool] | None = None,
-        versions: Callable[[], list[int]] = list,
+        self, begun: Unfinished, memory: SnapshotMemory, versions: Callable[[], list[int]] | None = None
     ) -> None:
         self.begun = begun
         self._memory = memory
-        self._copying = copying
+        self._copying: Future[bool] | None = None
         self._is_of_main_thread = threading.current_thread() is threading.main_thread()
         self._is_leased = False
-        self._versions = versions
-        self._versions_then = versions()
+        self._versions = versions or list
+        self._versions_then = self._versions()
         # Its `put` may interrupt another one.
         self._verdicts: SimpleQueue[bool] = SimpleQueue()
-        if copying is None:
+        if versions is None:
             self._verdicts.put(True)
+
+    def copy_on(self, pool: ThreadPoolExecutor, copy: Callable[[], None]) -> Future[bool]:
+        """Let a thread copy the rest; return what tells whether nothing was changed meanwhile."""
+
+        def copy_and_compare() -> bool:
+            copy()
+            return self.is_unchanged()
+
+        self._copying = pool.submit(copy_and_compare)
+        return self._copying
 
     def lease(self) -> None:
         """Keep the copy as it is until `release`."""
@@ -187,16 +192,9 @@ class SnapshotCopier:
             self._finish(begun)
             return Capture(begun, self._memory)
         sources, targets = split.later(all_sources), split.later(all_targets)
-        read_versions = partial(_versions, split.tensors)
-        versions, events = read_versions(), _record_events(split.gpus)
-
-        def copy_later() -> bool:
-            self._copy_later(begun, sources, targets, events)
-            return read_versions() == versions
-
-        copying = self._pool.submit(copy_later)
-        self._newest = newest = Capture(begun, self._memory, copying, read_versions)
-        self._copying = copying
+        self._newest = newest = Capture(begun, self._memory, partial(_versions, split.tensors))
+        copy_later = partial(self._copy_later, begun, sources, targets, _record_events(split.gpus))
+        self._copying = copying = newest.copy_on(self._pool, copy_later)
         self._finishing = self._pool.submit(self._finish_later, newest, copying)
         return newest
 

@@ -25,6 +25,7 @@ from agent.core.backoff import doubled_s
 from agent.core.causes import first_failure
 from agent.core.model import ExitReport, Failure, Group, Identity
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
+from trainer_runtime.contract import EXIT_NO_RESTART, EXIT_RESTART
 
 _WINDOWS_WITHOUT_STEPS = 60
 """Windows of `progress_window_s` that a script without steps must run to make progress: one hour by default. A rank
@@ -36,10 +37,6 @@ _BACK_OFF_S = 0.5
 """Delay before the second restart."""
 _BACK_OFF_MAX_S = 30.0
 
-EXIT_NO_RESTART = 93
-"""A worker asks that the job ends without another try."""
-EXIT_RESTART = 101
-"""A worker asks to be restarted."""
 _AGENT_EXIT_CODES = frozenset({EXIT_USAGE, EXIT_STORE, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
 """Exit codes that have a meaning of their own, so a failed job does not end with them by accident."""
 

@@ -30,7 +30,7 @@ Reporter = ExitReport | TransitionReport
 
 
 @dataclass(frozen=True)
-class ClockOffset:
+class ReferenceOffset:
     """The offset of a node's wall clock from the reference clock."""
 
     ahead_s: float
@@ -89,13 +89,13 @@ def _remoteness(failure: Failure) -> int:
     return 2 if failure.is_peer_lost else 1 if failure.is_early_end else 0
 
 
-def order_of(report: Reporter, failure: Failure, ahead: dict[Identity, ClockOffset]) -> tuple[int, float, int]:
+def order_of(report: Reporter, failure: Failure, ahead: dict[Identity, ReferenceOffset]) -> tuple[int, float, int]:
     """Sort key of a failure: causes before consequences, each in the order of time."""
     offset = ahead.get(report.identity)
     return _remoteness(failure), failure.at - (offset.ahead_s if offset is not None else 0.0), failure.rank
 
 
-def compare_clocks(reporters: Sequence[Reporter]) -> dict[Identity, ClockOffset]:
+def compare_clocks(reporters: Sequence[Reporter]) -> dict[Identity, ReferenceOffset]:
     """Compare clocks with the clock of the first reporter, each over as few other nodes as possible."""
     if not reporters:
         return {}
@@ -105,12 +105,12 @@ def compare_clocks(reporters: Sequence[Reporter]) -> dict[Identity, ClockOffset]
             links.setdefault(report.identity, []).append(clock)
             back = Clock(who=report.identity, ahead_s=-clock.ahead_s, error_s=clock.error_s)
             links.setdefault(clock.who, []).append(back)
-    found = {reporters[0].identity: ClockOffset(0.0, 0.0)}
+    found = {reporters[0].identity: ReferenceOffset(0.0, 0.0)}
     queue = [reporters[0].identity]
     for here in queue:  # the loop appends to the queue
         for clock in sorted(links.get(here, ()), key=lambda each: each.error_s):
             if clock.who not in found:
                 known = found[here]
-                found[clock.who] = ClockOffset(known.ahead_s + clock.ahead_s, known.error_s + clock.error_s)
+                found[clock.who] = ReferenceOffset(known.ahead_s + clock.ahead_s, known.error_s + clock.error_s)
                 queue.append(clock.who)
     return found

@@ -137,14 +137,18 @@ class Incident(Record, frozen=True, kw_only=True):
     """Totals of the run before this incident."""
 
     @property
+    def downtime_s(self) -> float:
+        """Seconds of downtime: the phases, and the time for the replayed steps."""
+        return self.phases.total_s + self.replayed_steps * self.step_s
+
+    @property
     def totals(self) -> Totals:
         """Totals of the run, including this incident. The first start of a run is not counted."""
         if self.is_first_start:
             return self.before
-        downtime_s = self.phases.total_s + self.replayed_steps * self.step_s
         return Totals(
             incidents=self.before.incidents + 1,
-            downtime_s=self.before.downtime_s + downtime_s,
+            downtime_s=self.before.downtime_s + self.downtime_s,
             replayed_steps=self.before.replayed_steps + self.replayed_steps,
         )
 

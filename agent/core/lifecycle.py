@@ -58,7 +58,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
         state.retry_at,
         held_until(state),
         _campaign_at(state),
-        _fence_at(state),
+        _isolate_at(state),
         planned,
     )
     # Times that have passed were decided on already. If that had no effect, an event is needed, not another time.
@@ -89,15 +89,15 @@ def _leave_when_drained(state: AgentState, now: float) -> AgentState:
     return state if is_awaited else replace(state, leaving=leave_as_asked(state))
 
 
-def _fence_at(state: AgentState) -> float | None:
+def _isolate_at(state: AgentState) -> float | None:
     if not state.is_store_lost or state.leaving is not None:
         return None
-    return neighbours.fence_at(state.links, state.lease_until, state.policy.lease_ttl_s)
+    return neighbours.isolate_at(state.links, state.lease_until, state.policy.lease_ttl_s)
 
 
 def _isolate(state: AgentState, now: float) -> AgentState:
     """Leave the group when cut off from etcd and from a member: the others may have gone on without this node."""
-    due = _fence_at(state)
+    due = _isolate_at(state)
     return state if due is None or now < due else replace(state, life=state.life + 1, links=())
 
 

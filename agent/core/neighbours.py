@@ -166,7 +166,7 @@ def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> fx.Evict | Non
     return fx.Evict(who, leader.lease_id) if who in lost and living[0] == me else None
 
 
-def fence_at(links: Links, lease_until: float | None, lease_ttl_s: float) -> float | None:
+def isolate_at(links: Links, lease_until: float | None, lease_ttl_s: float) -> float | None:
     """When an agent that cannot reach etcd must stop its workers. None: it need not."""
     down = [link.since for link in links if link.was_up and link.state is not LinkState.UP]
     if lease_until is None or not down:

@@ -41,7 +41,7 @@ from dataclasses import replace
 
 import msgspec
 
-from agent.core.budget import EARLY_S, EXIT_NO_RESTART, agent_exit_code, back_off_s, counts, is_own
+from agent.core.budget import EARLY_S, agent_exit_code, back_off_s, counts, is_own
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
@@ -73,6 +73,7 @@ from agent.core.reasons import (
     WorkersFailed,
 )
 from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
+from trainer_runtime.contract import EXIT_NO_RESTART
 
 _SETTLE_WINDOWS = 5
 _NO_RESTART_WITHIN_S = 5.0
@@ -120,8 +121,8 @@ def _describe_hang(planned: Plan, group: Group, view: ClusterView, seen: Observa
     stalls = in_group(group, view.stalls, view.exits)
     if planned.action is not None or not stalls:
         return planned
-    heard_at = None if seen.stalled_since is None else seen.stalled_since + REPORT_WITHIN_S
-    wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
+    overdue_at = None if seen.stalled_since is None else seen.stalled_since + REPORT_WITHIN_S
+    wakes = [at for at in (planned.wake_at, overdue_at) if at is not None]
     report = as_report(group, stalls)
     assert report.failure is not None  # noqa: S101 - a hang is one
     reason = Hanging(because=planned.reason, first=report.failure.in_short(report.node_id))

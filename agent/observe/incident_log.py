@@ -3,7 +3,7 @@
 The downtime of an incident lasts from the fault to the first step of the slowest rank, plus the time for replayed
 steps. If a group ends before that first step, all of its time is downtime.
 
-All functions are pure. `recorder.py` decides when each incident is opened and completed.
+All functions are pure. `incident_recorder.py` decides when each incident is opened and completed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import pairwise
 import msgspec
 
 from agent.core.budget import highest_step
-from agent.core.causes import ClockOffset, Reporter, compare_clocks, in_short, order_of
+from agent.core.causes import ReferenceOffset, Reporter, compare_clocks, in_short, order_of
 from agent.core.handoff import can_hand_off
 from agent.core.hangs import is_due
 from agent.core.incident import GroupChange, Incident, Phases, Totals, TransitionReport, WorkerEnd
@@ -284,7 +284,7 @@ def _has_reported(report: TransitionReport, ended: WorkerEnd) -> bool:
 
 
 def _ended(
-    each: tuple[Reporter, Failure], first: tuple[Reporter, Failure], ahead: dict[Identity, ClockOffset]
+    each: tuple[Reporter, Failure], first: tuple[Reporter, Failure], ahead: dict[Identity, ReferenceOffset]
 ) -> WorkerEnd:
     (report, failure), (first_report, earliest) = each, first
     after_s, error_s = failure.at - earliest.at, None

@@ -74,7 +74,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
             on_part=self._on_part,
             log_files=LogArchive(config.workers.log_dir, config.job.job_id),
-            live_ranks=self._pulse,
+            live_ranks=self._live_ranks,
             is_loop_alive=self._heartbeat.is_alive,
             heartbeat_s=config.timing.link_heartbeat_s,
             tls=self._tls,
@@ -155,7 +155,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
 
     # Events from other threads
 
-    def _pulse(self) -> LiveRanks:
+    def _live_ranks(self) -> LiveRanks:
         group, ranks = self._workers.live_ranks()
         until = self._client.keeper.fresh_until()
         return LiveRanks(

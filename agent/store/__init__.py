@@ -1,4 +1,7 @@
-"""The store in which agents meet: etcd, its in-memory twin for tests, the layout of keys and the codec of records."""
+"""The store in which agents meet: etcd, the layout of keys, and the codec of records.
+
+A twin in memory is for tests, and for the records of a job whose etcd has ended.
+"""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ class Counters:
 
     def _count(self, incident: Incident) -> None:
         self._incidents.labels(self._job_id, incident.cause).inc()
-        self._downtime.labels(self._job_id, incident.cause).inc(
-            incident.phases.total_s + incident.replayed_steps * incident.step_s
-        )
+        self._downtime.labels(self._job_id, incident.cause).inc(incident.downtime_s)
         self._replayed.labels(self._job_id).inc(incident.replayed_steps)
         for name in Phases.__struct_fields__:
             seconds = getattr(incident.phases, name)

@@ -40,7 +40,7 @@ _CODE_ERRORS = {
     *("ValueError", "LookupError", "KeyError", "IndexError", "AssertionError", "ZeroDivisionError"),
     *("NotImplementedError", "SyntaxError", "IndentationError", "TabError"),
 }
-"""Exceptions that a mistake in a script raises each time. Excluded are errors of the system, of files, network,
+"""Exceptions that a script error raises each time. Excluded are errors of the system, of files, network,
 memory and devices, which may be gone at the next try; torch raises RuntimeError for many of these."""
 _SHARED_LIBRARY = "shared object"
 """Part of an ImportError's text if a system library could not be loaded."""
@@ -133,7 +133,7 @@ def _exception(text: str) -> ErrorText:
 
 
 def find_script_error(text: str) -> str:
-    """Describe the mistake in the script that ended it. The text is the same each time that the mistake ends it.
+    """Describe the script error that ended it. The text is the same each time that the error ends it.
 
     Args:
         text: the end of its standard error.

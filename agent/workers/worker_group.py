@@ -218,7 +218,7 @@ class WorkerGroup:
     def has_shown_errors(self, failure: Failure) -> bool:
         """Whether the console shows the error that ended this rank of the group started last.
 
-        A mistake in the script ends all ranks with the same error, so it is enough if one of them is shown.
+        A script error ends all ranks alike, so it is enough if one of them is shown.
         """
         # Without an exception, the reported last lines are of both streams.
         streams = {2} if failure.error else {1, 2}

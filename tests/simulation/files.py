@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.budget import EXIT_RESTART
 from agent.core.model import Checkpoint, RestorePoint, StateId
 from agent.observe.messages import describe
+from trainer_runtime.contract import EXIT_RESTART
 
 if TYPE_CHECKING:
     from simulation.agent import Agent

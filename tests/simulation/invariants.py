@@ -30,7 +30,7 @@ from simulation.incidents import Incidents
 from simulation.training import World, complete_copies
 from simulation.transcript import named
 
-from agent.core.budget import EXIT_RESTART, is_own
+from agent.core.budget import is_own
 from agent.core.causes import first_failure
 from agent.core.hangs import standing
 from agent.core.member_status import MemberStatus
@@ -50,6 +50,7 @@ from agent.core.model import (
 )
 from agent.store.api import ChangeBatch, KeyChange, KeyValue
 from agent.store.keys import encode
+from trainer_runtime.contract import EXIT_RESTART
 
 if TYPE_CHECKING:
     from simulation.agent import Agent

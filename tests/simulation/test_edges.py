@@ -204,7 +204,7 @@ def test_a_link_that_is_reported_again_keeps_its_downtime() -> None:
     up, silent = (ev.LinkChanged(Identity("b", "i"), state, "") for state in (LinkState.UP, LinkState.SILENT))
     links = neighbours.note_link(neighbours.note_link((), up, 1.0, 0.5), silent, 2.0, 0.5)
     again = neighbours.note_link(links, silent, 7.0, 0.5)
-    assert neighbours.fence_at(again, 3.0, 4.0) == neighbours.fence_at(links, 3.0, 4.0) == 6.0
+    assert neighbours.isolate_at(again, 3.0, 4.0) == neighbours.isolate_at(links, 3.0, 4.0) == 6.0
 
 
 def test_from_outside_links_go_to_both_ends_of_the_group_and_to_members_that_are_silent() -> None:

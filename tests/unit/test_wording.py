@@ -14,7 +14,6 @@ from statuses import Part, statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.budget import EXIT_NO_RESTART
 from agent.core.fence import settle
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport, TransitionReport
 from agent.core.lifecycle import step
@@ -47,6 +46,7 @@ from agent.core.state import AgentState, Leaving
 from agent.observe.announcements import Announced, announce
 from agent.observe.messages import describe, describe_exit
 from agent.observe.stragglers import Straggler
+from trainer_runtime.contract import EXIT_NO_RESTART
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -18,7 +18,7 @@ import torch
 from trainer_runtime.ps.frames import MalformedError, bytes_of
 from trainer_runtime.ps.table import check_ids
 
-MAX_PARTS = 4096
+MAX_MESSAGE_PARTS = 4096
 _HEAD = struct.Struct("<Qd")
 _PART = struct.Struct("<IIQd")
 
@@ -67,7 +67,7 @@ def _padded(length: int) -> int:
 
 def parse_push(data: bytearray | memoryview, parts: int, dim_of: Callable[[int], int]) -> Push:
     """Parse a push; its tensors share the memory of `data`. Raises `MalformedError`, and what `dim_of` raises."""
-    if parts > MAX_PARTS or len(data) < _HEAD.size + parts * _PART.size:
+    if parts > MAX_MESSAGE_PARTS or len(data) < _HEAD.size + parts * _PART.size:
         raise MalformedError("the head of a push is truncated")
     step, weight = _HEAD.unpack_from(data)
     if not math.isfinite(weight) or weight < 0:

@@ -83,7 +83,7 @@ def worker_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     yield Recovery()
 
 
-@fault("all-told-to-leave", "all nodes get SIGTERM at once, and the job is started later", most_lost=0)
+@fault("all-asked-to-leave", "all nodes get SIGTERM at once, and the job is started later", most_lost=0)
 def all_asked_to_leave(cluster: Cluster, _: Random) -> Iterator[Wait]:
     nodes, known = cluster.running(), cluster.ledger.newest_group
     run("docker", "stop", *nodes)
@@ -95,7 +95,7 @@ def all_asked_to_leave(cluster: Cluster, _: Random) -> Iterator[Wait]:
     assert not replayed, f"groups {replayed} repeated steps"
 
 
-@fault("one-told-to-leave", "a node gets SIGTERM, and is started later", most_lost=0)
+@fault("one-asked-to-leave", "a node gets SIGTERM, and is started later", most_lost=0)
 def one_asked_to_leave(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     run("docker", "kill", "-s", "TERM", victim)
