@@ -23,7 +23,7 @@ WITHIN_S = 300.0
 RUNS = {
     "recovery": ((), {"recovery": 1}),
     "micro": (("micro",), {"micro": 18}),
-    "lost": (("lost",), {"lost": 2}),
+    "lost": (("lost",), {"lost": 3}),
     "meet": (("meet",), {"meet": 2}),
     "ps-wire": (("ps", "--parts=wire"), {"ps_wire": 8}),
     "ps-rates": (("ps", "--parts=rates"), {"ps_rates": 4}),

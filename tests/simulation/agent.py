@@ -212,7 +212,7 @@ class Agent:
         """One turn of the loop."""
         if self.is_gone:
             return
-        was_leaving = self.state.leaving is not None
+        was_leaving, had_id = self.state.leaving is not None, self.state.holder is None
         try:
             self.state, effects = step(self.state, event, self.clock())
         except ArithmeticError as error:  # of numbers that grow as long as a job lasts
@@ -222,6 +222,8 @@ class Agent:
         self.cluster.transcript.on_turn(self)
         if self.state.leaving is not None and self.state.leaving.code == _USAGE and not was_leaving:
             self.cluster.invariants.on_refused(self)
+        if had_id and self.state.holder is not None:
+            self.cluster.invariants.on_gone()
         for effect in effects:
             self._act(effect)
             for name in self._names(effect):

@@ -126,7 +126,9 @@ class Invariants:
         self.specs = {key: each for key, each in self.specs.items() if key <= revision}
 
     def _known(self) -> list[CachedRecords]:
-        return [a.state.cached for a in self._cluster.agents if not a.is_gone and a.state.cached is not None]
+        """What is remembered by agents that can publish it: their node id is not held by another one."""
+        able = (agent.state for agent in self._cluster.agents if not agent.is_gone and agent.state.holder is None)
+        return [state.cached for state in able if state.cached is not None]
 
     def is_known(self) -> bool:
         """Whether agents that are not about to leave know the last group and the last commit."""
@@ -149,7 +151,10 @@ class Invariants:
         assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
 
     def on_gone(self) -> None:
-        """An agent has ended or was killed: after a loss of data, what only it knew is gone with it."""
+        """An agent has ended, was killed, or lost its node id to another one.
+
+        After a loss of data, what only it knew is gone with it.
+        """
         cluster = self._cluster
         if not self._has_lost_data:
             return
