@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from trainer_runtime.snapshot_page import KEPT
 
 _OFF = "off"
+BETWEEN_SENT = 2
+"""Least steps between snapshots whose large parts are sent: see `replication`."""
 _MOST_SNAPSHOTS = 64
 """Snapshots between two settlements; with so many, a settlement costs next to nothing."""
 _SENDING_INTERVAL = 2.0
@@ -71,8 +73,8 @@ def next_schedule(
 
 
 def _least(*, is_sent: bool) -> int:
-    """Return the least steps between snapshots: see `replication`."""
-    return 2 if is_sent else 1
+    """Return the least steps between snapshots."""
+    return BETWEEN_SENT if is_sent else 1
 
 
 def text_of(schedule: Schedule | None) -> str:

@@ -26,6 +26,7 @@ from trainer_runtime.phases import phase_time_s, runtime_phase
 from trainer_runtime.snapshot_memory import snapshot_descriptor
 from trainer_runtime.snapshot_page import KEPT, LINK_PART_BYTES
 from trainer_runtime.snapshot_schedule import (
+    BETWEEN_SENT,
     Schedule,
     first_schedule,
     next_schedule,
@@ -44,8 +45,6 @@ NEVER = sys.maxsize
 _LEAST_STEP_S = 1e-6
 _LARGE = "snapshots/large"
 """Proposed by ranks with large parts, in case rank 0 has none."""
-_BETWEEN_SENT = 2
-"""Least steps between snapshots whose parts are sent."""
 
 
 @dataclass(slots=True)
@@ -158,7 +157,7 @@ class SnapshotTaker:
             return True
         if self._next == NEVER or self._copy_state(is_snapshot=True) is None:
             return False
-        while self._schedule is not None and self._is_sent and self._next < step + _BETWEEN_SENT:
+        while self._schedule is not None and self._is_sent and self._next < step + BETWEEN_SENT:
             self._next = self._schedule.after(self._next)  # if there was no change after all
         self.due = self._next
         self._capturer.settle()

@@ -93,7 +93,8 @@ class PartSender:
         self.is_closed = False
         self.least_group = 0
         """Parts of older groups are not wanted any more."""
-        self.failures: dict[Identity, _Failure] = {}
+        self.retry_at: dict[Identity, float] = {}
+        """Agents that could not be sent a part; until then, parts for them are given up at once."""
         self._lanes: dict[int, _Lane] = {}
         """By rank."""
 
@@ -122,8 +123,7 @@ class PartSender:
     def wake(self) -> None:
         """Try again at once: a link has changed."""
         with self.changed:
-            for failure in self.failures.values():
-                failure.retry_at = 0.0
+            self.retry_at = dict.fromkeys(self.retry_at, 0.0)
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -137,15 +137,6 @@ class PartSender:
             lane.interrupt()
         for lane in lanes:
             lane.thread.join(max(0.0, give_up_at - time.monotonic()))
-
-
-@dataclass
-class _Failure:
-    """Why an agent could not be sent a part."""
-
-    reason: str
-    retry_at: float
-    """Until then, parts for it are given up at once."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +195,11 @@ class _Lane:
     def _deliver(self, part: LargePart) -> bool:
         """Send a part; return whether the other agent holds it."""
         sender, receiver = self._sender, part.receiver
-        failure = sender.failures.get(receiver)
-        if failure is not None and time.monotonic() < failure.retry_at:
+        with sender.changed:
+            retry_at = sender.retry_at.get(receiver)
+        if retry_at is not None and time.monotonic() < retry_at:
             return False
-        give_up_at = time.monotonic() + (_GIVE_UP_S if failure is None else 0.0)
+        give_up_at = time.monotonic() + (_GIVE_UP_S if retry_at is None else 0.0)
         while (reason := self._try(part)) is not None:
             if not reason or not self._is_wanted(part):
                 return False
@@ -216,8 +208,8 @@ class _Lane:
                 if left_s > 0:
                     sender.changed.wait(min(left_s, _BETWEEN_ATTEMPTS_S))
                     continue
-                is_new = receiver not in sender.failures
-                sender.failures[receiver] = _Failure(reason, time.monotonic() + _RETRY_AFTER_S)
+                is_new = receiver not in sender.retry_at
+                sender.retry_at[receiver] = time.monotonic() + _RETRY_AFTER_S
             if is_new:
                 log.warning(
                     f"node {receiver.node_id} holds no copies of this node's snapshots: {reason}. If this node is "
@@ -225,7 +217,7 @@ class _Lane:
                 )
             return False
         with sender.changed:
-            has_failed = sender.failures.pop(receiver, None) is not None
+            has_failed = sender.retry_at.pop(receiver, None) is not None
         if has_failed:
             log.info(f"node {receiver.node_id} holds copies of this node's snapshots again")
         return True

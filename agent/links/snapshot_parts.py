@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -44,7 +44,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SnapshotPart)
 
 
-def add_newest(parts: tuple[SnapshotPart, ...], part: SnapshotPart) -> tuple[SnapshotPart, ...]:
+class _OfSnapshot(Protocol):
+    @property
+    def copy(self) -> StateId: ...
+
+
+_Part = TypeVar("_Part", bound=_OfSnapshot)
+
+
+def add_newest(parts: tuple[_Part, ...], part: _Part) -> tuple[_Part, ...]:
     """Return the newest parts of one rank, including this one, oldest first."""
     others = (each for each in parts if each.copy != part.copy)
     return tuple(sorted((*others, part), key=lambda each: (each.copy.group, each.copy.step)))[-SNAPSHOTS_PER_RANK:]

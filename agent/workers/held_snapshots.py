@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from agent.core.model import Replica, StateId
-from agent.links.snapshot_parts import SNAPSHOTS_PER_RANK
+from agent.links.snapshot_parts import SNAPSHOTS_PER_RANK, add_newest
 from trainer_runtime.contract import MAX_DESCRIPTORS
 from trainer_runtime.snapshot_page import HEADER_BYTES, MEMORY_NAME, Slot, clear_header, fill_slot, read_slots
 
@@ -127,9 +127,8 @@ class HeldGroup:
 
     def add(self, part: NeighbourPart, release: MemoryRelease) -> None:
         """Keep a part, and of its rank's parts only the newest."""
-        others = (each for each in self.parts.get(part.rank, ()) if each.copy != part.copy)
-        newest = sorted((*others, part), key=lambda each: each.copy.step)[-SNAPSHOTS_PER_RANK:]
-        self._keep_parts(part.rank, tuple(newest), release)
+        newest = add_newest(self.parts.get(part.rank, ()), part)
+        self._keep_parts(part.rank, newest, release)
         if part not in newest:
             part.drop(release)
 

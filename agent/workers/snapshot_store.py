@@ -3,7 +3,7 @@
 A rank writes its snapshots to a memory that the agent has created (`trainer_runtime.snapshot_page`), so the memory
 outlives the rank. Snapshots count once every process that could write there is gone. While the ranks run, only one
 thing is read: the part of a new snapshot that is unique to its rank. It is sent to the neighbours; if it is large, to
-the next node only, and the rank is told when that is done.
+the next node only, and the rank's control page shows when it has arrived.
 
 **Which snapshots are kept.** All that the ranks of the last group left, and those of older groups that the next group
 may have to start from. Once the restore point of a group is settled, only that snapshot is kept of the older groups. It

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
-from waiting import wait_for
+from waiting import comes_true, wait_for
 
 from agent.core.model import Identity, StateId
 from agent.links import part_sender, part_stream
@@ -161,7 +161,7 @@ def test_an_agent_that_does_not_answer_costs_one_wait(ends: Ends) -> None:
         ends.address = replace(ends.address, port=silent.getsockname()[1])
         for step in range(5, 15):
             ends.send(step, os.urandom(SIZE), rank=step % 2)
-            wait_for(lambda: len(ends.ended) == len(ends.took_s) and ends.sender.failures, "it is given up", BOUND_S)
+            wait_for(lambda: len(ends.ended) == len(ends.took_s) and ends.sender.retry_at, "it is given up", BOUND_S)
         wait_for(lambda: len(ends.ended) == 10, "all are given up", BOUND_S)
     assert not any(is_held for _, is_held in ends.ended)
     assert len([took_s for took_s in ends.took_s if took_s > 1.0]) <= 2, "the first one of each rank"
@@ -213,8 +213,7 @@ def test_a_script_may_shorten_its_memory_at_any_time(ends: Ends) -> None:
 def test_a_link_that_opens_in_time_is_used_at_once(ends: Ends) -> None:
     address, ends.address = ends.address, None
     ends.send(5, os.urandom(SIZE))
-    time.sleep(0.3)
-    assert ends.ended == []
+    assert not comes_true(lambda: bool(ends.ended), 0.3)
     ends.address = address
     ends.sender.wake()
     ends.wait((5, True))
