@@ -5,6 +5,7 @@ All ranks call `Restorer.open` and then `Restorer.load`, which are collectives.
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_runtime import contract
-from trainer_runtime.capture.capturing import CONTENT_VERSION, Capturer
+from trainer_runtime.capture.capturing import CONTENT_VERSION, Capturer, CheckpointPlace
 from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import SHARDED
 from trainer_runtime.dist import do_on_all, is_main, local_rank, open_control_page, rank, world_size
@@ -134,6 +135,7 @@ class Restorer:
             has_common=is_main() or (descriptor is not None and local_rank() == 0),
             descriptor=descriptor,
             report=_ignore if self.channel is None else self.channel.report_snapshot,
+            place=self._agree_on_place(messages) if descriptor is not None else None,
         )
         saver = Saver(
             directory=self.directory,
@@ -202,6 +204,11 @@ class Restorer:
         if self.seed is not None:
             return self.seed
         return int(messages.broadcast("seed", lambda: str(torch.initial_seed())))
+
+    def _agree_on_place(self, messages: RankMessages) -> CheckpointPlace:
+        """Return where checkpoints are, equal on all ranks, as for the seed."""
+        place = CheckpointPlace(str(self.directory.absolute()), self.keep, self._opener.node)
+        return CheckpointPlace(*json.loads(messages.broadcast("place", lambda: json.dumps(place))))
 
 
 def _ignore(_step: int) -> None:

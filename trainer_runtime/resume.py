@@ -83,6 +83,8 @@ class DirectoryOpener:
         self._channel = channel
         self._sight = sight
         self.writer: Writer | None = None
+        self.node = ""
+        """Id of the node whose own disk has the directory; empty if all nodes see it. Set by `open`."""
         self._found: Manifest | None = None
 
     def open(self) -> Shared:
@@ -94,7 +96,7 @@ class DirectoryOpener:
             OSError: without an agent, reading failed.
             SystemExit: the state cannot be read, which was reported to the agent; or this group is no longer current.
         """
-        node = self._find_node()
+        node = self.node = self._find_node()
         start = self._find_start(node)
         named_group = os.environ.get(contract.GROUP)
         group = int(named_group) if named_group else first_free_group(self._directory, self._run)
@@ -191,7 +193,7 @@ def start_under_agent(
     if restore_point.copy is None and restore_point.checkpoint is None:
         return StartingPoint() if fresh else _adopt(directory, run, channel, node)
     if restore_point.checkpoint is None or restore_point.is_in_memory:
-        return _from_memory(restore_point.checkpoint)
+        return inherit(restore_point.checkpoint)
     try:
         found = _read_committed(directory, restore_point.checkpoint)
     except DamagedError as damage:
@@ -200,7 +202,7 @@ def start_under_agent(
     return _started(found, restore_point.checkpoint)
 
 
-def _from_memory(committed: CommittedCheckpoint | None) -> StartingPoint:
+def inherit(committed: CommittedCheckpoint | None) -> StartingPoint:
     """Return the start from a snapshot in memory. Checkpoints on another node's disk are not this writer's to keep."""
     if committed is None or committed.node not in {"", os.environ.get(contract.NODE_ID, "")}:
         return StartingPoint(is_in_memory=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer_runtime import contract
+from trainer_runtime.capture.capturing import PLACE
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.contents import SHARDED
 from trainer_runtime.dist import world_size
@@ -270,6 +271,7 @@ class _Captured(Content):
 
     def read(self, private: Path) -> Completed:
         content, part = self._capture.read()
+        content.pop(PLACE)
         captured = part.pop(SHARDED, None)
         content["ranks"] = [part, *self._exchange.collect(self._at, self._where)]
         if self._shards is None:

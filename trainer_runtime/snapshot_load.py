@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _LocalPieces:
+class LocalPieces:
     """The pieces of the snapshot on this node whose checksums are correct."""
 
     common: memoryview | None = None
@@ -53,7 +53,7 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
         PeerError: rank 0 exits, as in the next case.
         SystemExit: on rank 0: no node has a piece that is needed; this was reported to the agent.
     """
-    local = _read_local_pieces(channel)
+    local = read_local_pieces(channel)
     has_common = local.common is not None
     sizes = sum_over_ranks(
         *(local.world_size if each == rank() and has_common else 0 for each in range(present_size()))
@@ -74,8 +74,9 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
     return content  # type: ignore[no-any-return] # a dictionary that Saver made
 
 
-def _read_local_pieces(channel: AgentChannel) -> _LocalPieces:
-    local = _LocalPieces()
+def read_local_pieces(channel: AgentChannel) -> LocalPieces:
+    """Return the intact pieces of the snapshot to restore that this node's agent holds; the others are reported."""
+    local = LocalPieces()
     restore_point = channel.ask_restore_point()
     step = restore_point.copy.step if restore_point.copy is not None else 0
     for piece in restore_point.memory:

@@ -41,6 +41,8 @@ def apply_event(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
             return replace(state, restoring_group=max(state.restoring_group, group))
         case ev.PublishAsked():
             return replace(state, asked=event, asked_at=now)
+        case ev.SaveEnded():
+            return replace(state, is_save_over=True)
         case ev.PortReserved(port):
             return replace(state, port=port)
         case ev.RanksQuiesced():

@@ -252,6 +252,20 @@ class AnswerPublish:
 
 
 @dataclass(frozen=True)
+class SaveSnapshot:
+    """Let a process write a checkpoint from this snapshot in memory, which no rank does any more.
+
+    The process asks for the commit like a worker, and its end is reported by `SaveEnded`.
+    """
+
+    copy: StateId
+    group: int
+    """Number of the current group, for the commit."""
+    committed: Checkpoint | None
+    """The committed checkpoint, which the new one follows. None: there is none."""
+
+
+@dataclass(frozen=True)
 class RequestHandoff:
     """Request a handoff from the local workers. Ranks that commit stop after a common step, save it and wait."""
 
@@ -311,7 +325,14 @@ class Exit:
 
 
 LocalEffect = (
-    StartWorkers | SendRestorePoint | RequestHandoff | AnswerPublish | SetHangThreshold | TerminateWorkers | KillWorkers
+    StartWorkers
+    | SendRestorePoint
+    | RequestHandoff
+    | AnswerPublish
+    | SaveSnapshot
+    | SetHangThreshold
+    | TerminateWorkers
+    | KillWorkers
 )
 
 Effect = StoreEffect | LocalEffect | WatchKeys | HoldLinks | Exit

@@ -196,6 +196,11 @@ class PublishAsked:
 
 
 @dataclass(frozen=True)
+class SaveEnded:
+    """The process that wrote a checkpoint from a snapshot in memory has ended, whether or not it succeeded."""
+
+
+@dataclass(frozen=True)
 class RanksQuiesced:
     """All local ranks of this group have stopped for a handoff, with a snapshot of this step in memory."""
 
@@ -236,6 +241,7 @@ Event = (
     | HealthChecked
     | StandbyChanged
     | PublishAsked
+    | SaveEnded
     | RanksQuiesced
     | PortReserved
     | WorkerExited

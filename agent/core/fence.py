@@ -43,7 +43,7 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
     if group.value.number > asked.group:
         is_complete = view.revision >= group.mod_revision
         return _no(asked, CommitRefused(why="group", group=group.value.number)) if is_complete else fx.Refresh()
-    if restore_point.value.group != asked.group:
+    if restore_point.value.group != asked.group and group.value.members:
         return None
     reason = refusal(asked.checkpoint, committed, restore_point.value, run)
     if reason is not None:

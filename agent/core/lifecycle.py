@@ -8,7 +8,8 @@ event does no harm. Three things are decided separately, in this order:
   group are started once no process of an older group is left here, and are sent their restore point.
 - **The store**: at most one write is under way. In order of priority: the job's spec, our node record, the status of
   our workers, suspected neighbours, the checkpoint of a local worker, leadership, and, for the leader, what it planned.
-- **Leaving**: when the job has ended, or a signal asked for it, once the workers are gone.
+- **Leaving**: when the job has ended, or a signal asked for it, once the workers are gone. The last agent of a job that
+  has not ended first saves the snapshot in its memory (`last_checkpoint.py`).
 
 A write that was refused, or whose answer was lost, is not repeated: everything is read again, and decided anew.
 """
@@ -21,7 +22,7 @@ import msgspec
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core import fence, neighbours
+from agent.core import fence, last_checkpoint, neighbours
 from agent.core.apply_event import apply_event, ask_to_leave, held_until, leave_as_asked, should_start_over
 from agent.core.incident import GroupChange, members_of
 from agent.core.local_workers import Patience, follow_group
@@ -59,6 +60,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
         held_until(state),
         _campaign_at(state),
         _isolate_at(state),
+        last_checkpoint.give_up_at(state),
         planned,
     )
     # Times that have passed were decided on already. If that had no effect, an event is needed, not another time.
@@ -74,7 +76,7 @@ def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     if planned is not state.planned:
         state = replace(state, planned=planned)
     decided: Effects = ()
-    for decide in (_decide_workers, _decide_links, _decide_verdict, _decide_store):
+    for decide in (_decide_workers, _decide_links, _decide_verdict, _decide_last_checkpoint, _decide_store):
         state, effects = decide(state, now)
         decided += effects
     return state, decided + _decide_exit(state)
@@ -176,6 +178,11 @@ def _decide_verdict(state: AgentState, now: float) -> tuple[AgentState, Effects]
     return (replace(state, asked=None), (settled,)) if isinstance(settled, fx.AnswerPublish) else (state, ())
 
 
+def _decide_last_checkpoint(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
+    save = last_checkpoint.decide(state)
+    return (state, ()) if save is None else (replace(state, saving=save.copy), (save,))
+
+
 def _settle(state: AgentState, now: float) -> fence.Settled:
     if state.asked is None or state.view is None or state.cached is None or state.has_lost_data:
         return None
@@ -190,8 +197,13 @@ def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     effect = _next_store_effect(state, now)
     if effect is None:
         return state, watch
-    if isinstance(effect, fx.WriteStatus):
-        state = replace(state, workers=replace(state.workers, report=effect.status.exit))
+    match effect:
+        case fx.WriteStatus(status):
+            state = replace(state, workers=replace(state.workers, report=status.exit))
+        case fx.Deregister():  # afterwards this agent does not lead, and sees less
+            state = replace(state, unsaved=_unsaved_steps(state))
+        case _:
+            pass
     return replace(state, pending=effect, pending_since=now), (*watch, effect)
 
 
@@ -203,13 +215,16 @@ def _decide_watch(state: AgentState) -> tuple[AgentState, Effects]:
 
 
 def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
-    if state.leaving is not None:
+    is_leaving = state.leaving is not None
+    if is_leaving and not last_checkpoint.is_awaited(state, now):
         return fx.Deregister()
     if state.must_refresh:
         return fx.Refresh()
     view = state.view
     if view is None or view.revision < state.settled_revision:
         return None
+    if is_leaving:
+        return _commit_effect(state, now)
     return (
         _spec_effect(state, view)
         or _place_effect(state, now)
@@ -341,15 +356,15 @@ def _group_change(group: Group, restore_point: RestorePoint | None, wall: float)
 def _decide_exit(state: AgentState) -> Effects:
     if state.leaving is None or state.workers.is_alive or not state.has_left:
         return ()
-    return (fx.Exit(state.leaving.code, state.leaving.reason, _unsaved_steps(state)),)
+    return (fx.Exit(state.leaving.code, state.leaving.reason, state.unsaved),)
 
 
 def _unsaved_steps(state: AgentState) -> UnsavedSteps | None:
-    """The steps that no checkpoint has, if this node is the last to leave a job that has not ended."""
+    """The steps that no checkpoint has, if nobody stays in a job that has not ended."""
     view, cached = state.view, state.cached
     if view is None or cached is None or not view.is_whole or view.result is not None:
         return None
-    if any(node.value.identity != state.identity for node in view.nodes):
+    if last_checkpoint.does_anybody_stay(view, state.identity):
         return None
     saved = cached.checkpoint.copy.step if cached.checkpoint is not None else 0
     held = max((each.copy.step for each in state.copies if each.copy.run == cached.spec.run), default=0)

@@ -18,13 +18,14 @@ from agent.core.model import (
     NodeInfo,
     Policy,
     Replica,
+    StateId,
     Stored,
     Timing,
 )
 from agent.core.neighbours import Links
 from agent.core.observations import Observations
 from agent.core.proposals import Plan
-from agent.core.reasons import HealthCheckFailed, LeaveReason, ProcessesLeft, UnfitReason
+from agent.core.reasons import HealthCheckFailed, LeaveReason, ProcessesLeft, UnfitReason, UnsavedSteps
 from agent.core.transitions import WorkerObservations
 
 
@@ -123,6 +124,10 @@ class AgentState:
     asked: ev.PublishAsked | None = None
     """The request of a local worker that waits for its checkpoint to be committed. None: no worker waits."""
     asked_at: float = 0.0
+    saving: StateId | None = None
+    """The snapshot from which a last checkpoint is written before this agent leaves. None: there is none."""
+    is_save_over: bool = False
+    """The process that wrote it has ended."""
     outage_ended_at: float | None = None
     pending: fx.StoreEffect | None = None
     """The effect on the store that has not been answered yet."""
@@ -141,6 +146,8 @@ class AgentState:
     drain_until: float | None = None
     """The agent was asked to leave. Until then the group has time to continue without this node."""
     leaving: Leaving | None = None
+    unsaved: UnsavedSteps | None = None
+    """The steps that are given up as this agent leaves. None: none that it knows."""
     has_left: bool = False
     """Its lease was revoked, or nothing more can be done about it."""
     planned: Plan | None = None

@@ -42,7 +42,7 @@ from agent.workers.environment import ENDPOINTS
 from agent.workers.launch_plan import plan_launch, plan_standbys
 from agent.workers.rank_logs import LogArchive
 from agent.workers.worker_group import WorkerGroup
-from trainer_runtime.contract import EXIT_RESTART
+from trainer_runtime.contract import EXIT_RESTART, NODE_ID
 
 _LOOK_EVERY_S = 1.0
 
@@ -197,6 +197,9 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             case fx.AnswerPublish(group, copy, checkpoint, reason):
                 why = describe(reason) if reason is not None else ""
                 self._workers.send_publish_answer(group, copy, checkpoint, why)
+                self._workers.saver.answer(copy, checkpoint, why)
+            case fx.SaveSnapshot():
+                self._save_snapshot(effect)
             case fx.SetHangThreshold(after_s):
                 self._workers.set_hang_threshold(after_s)
             case fx.TerminateWorkers(group):
@@ -216,6 +219,10 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                     and _is_nodes_own(effect.status.exit.failure)
                 ):
                     self._health.check_again()  # beside the recovery
+
+    def _save_snapshot(self, order: fx.SaveSnapshot) -> None:
+        log.info(f"no node stays: saving step {order.copy.step} from memory; another signal ends this at once")
+        self._workers.saver.begin(order, {**self._environ, NODE_ID: self._state.node_id})
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:
         """Whether this console has already shown what the worker wrote to standard error."""

@@ -40,6 +40,7 @@ from agent.workers.process import CANNOT_START, Exited, RankProcess, cannot_star
 from agent.workers.process_watcher import ProcessWatcher
 from agent.workers.reactor import Reactor
 from agent.workers.reaper import become_subreaper
+from agent.workers.snapshot_saver import SnapshotSaver
 from agent.workers.snapshot_store import RankMemory, SnapshotStore
 from agent.workers.standbys import Standbys
 from trainer_runtime.contract import EXIT_RESTART
@@ -108,6 +109,8 @@ class WorkerGroup:
         self._shown_rank: int | None = None
         """The rank of this group whose last lines were printed because the console does not show its output."""
         self._reactor = Reactor("workers")
+        self.saver = SnapshotSaver(self.snapshots, self._reactor, post)
+        """Saves the snapshot in this node's memory before the agent leaves."""
         self._standbys = Standbys(standbys or StandbyPlan(), self._reactor, self._lock, post)
         if standbys:
             self._standbys.begin()
@@ -235,6 +238,7 @@ class WorkerGroup:
         self.kill(self._group)
         self._hang_monitor.close()
         self._standbys.close()
+        self.saver.close()
         self._reactor.close()
         for rank in self._ranks:  # some are alive only if an error has ended the thread
             if rank.process:

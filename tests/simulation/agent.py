@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from simulation.etcd import KEYS, Client
+from simulation.files import LastSaver
 from simulation.mirror import Mirror
 from simulation.ranks import Ranks
 
@@ -107,6 +108,7 @@ class Agent:
             is_process_alive=self._is_process_alive,
         )
         self.ranks = Ranks(self)
+        self.saver = LastSaver(self)
         self.memory: dict[StateId, Replica] = {}
         """Copies in the order of their making."""
         self.is_dead = False
@@ -255,7 +257,7 @@ class Agent:
             names += [f"{names[0]}.{part}" for part in PARTS if getattr(status, part) != getattr(before, part)]
         return names
 
-    def _act(self, effect: fx.Effect) -> None:
+    def _act(self, effect: fx.Effect) -> None:  # noqa: C901 - one a kind of effect
         self.cluster.transcript.on_act(self, effect)
         match effect:
             case fx.WatchKeys():
@@ -266,13 +268,12 @@ class Agent:
                 self.ranks.act(effect)
                 if node_rank == 0:  # the port is this group's now
                     self.reserve_port()
-            case (
-                fx.SendRestorePoint()
-                | fx.RequestHandoff()
-                | fx.AnswerPublish()
-                | fx.TerminateWorkers()
-                | fx.KillWorkers()
-            ):
+            case fx.SaveSnapshot():
+                self.saver.act(effect)
+            case fx.AnswerPublish():
+                self.saver.on_verdict(effect)
+                self.ranks.act(effect)
+            case fx.SendRestorePoint() | fx.RequestHandoff() | fx.TerminateWorkers() | fx.KillWorkers():
                 self.ranks.act(effect)
             case fx.SetHangThreshold():
                 pass  # see watcher.py

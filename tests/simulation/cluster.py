@@ -51,6 +51,7 @@ class Cluster:
     """A job's agents, its store, and whatever befalls them."""
 
     def __init__(self, seed: int, *, np: tuple[int, int], loss: float = 0.0, policy: Policy = POLICY) -> None:
+        self.seed = seed
         self.loss = loss
         """Share of writes whose answer is lost."""
         self.drop = 0.0

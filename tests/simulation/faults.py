@@ -78,6 +78,19 @@ class Faults:
                 fault()
                 return
 
+    def ask_all_to_leave(self) -> None:
+        """As before an outage of power. Perhaps the workers get the signal too, or nobody takes a step."""
+        cluster, chance = self._cluster, self._chance
+        are_ranks_signalled, cluster.training.is_held = chance.choice(((False, False), (True, False), (False, True)))
+        for agent in self._living:
+            agent.saver.is_failing = chance.random() < 0.1
+            cluster.ask_to_stop(agent)
+            for local_rank in sorted(agent.ranks.living) if are_ranks_signalled else ():
+                agent.ranks.exit(local_rank, -15, "")
+            cluster.run(chance.uniform(0.0, 0.5))
+        cluster.run(chance.uniform(0.0, 15.0))
+        cluster.training.is_held = False
+
     def end(self) -> None:
         """Everybody is well again."""
         cluster = self._cluster

@@ -157,5 +157,53 @@ class Publisher:
             agent.ranks.later(self._training.step_s(), lambda private=private: self._files.delete(private))
 
 
+class LastSaver:
+    """The process that writes a checkpoint from an agent's memory before the agent leaves."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._asked: Checkpoint | None = None
+        self.is_failing = False
+        """It ends before it has written anything."""
+
+    def act(self, effect: fx.SaveSnapshot) -> None:
+        agent, training = self._agent, self._agent.cluster.training
+        assert agent.memory[effect.copy].has_common, "a snapshot that is not whole is to be saved"
+        if self.is_failing:
+            agent.later(training.step_s(), lambda: agent.post(ev.SaveEnded()))
+            return
+        name = _stem(effect.copy)
+        private = f".{name}~{len(training.files.names)}"
+        training.files.names[private] = effect.copy
+        committed = effect.committed
+        kept = (*committed.kept, committed.private) if committed is not None else ()
+        cut = max(0, len(kept) - (training.keep - 1))
+        self._asked = Checkpoint(
+            copy=effect.copy,
+            name=final_name(private),
+            private=private,
+            manifest_sha256="",
+            kept=kept[cut:],
+            superseded=kept[:cut],
+            node=agent.name if training.is_local else "",
+        )
+        asked = ev.PublishAsked(effect.group, self._asked)
+        agent.later(training.step_s(), lambda: agent.post(asked))
+
+    def on_verdict(self, verdict: fx.AnswerPublish) -> None:
+        """The process puts its files in place, or deletes them, and ends."""
+        asked, files = self._asked, self._agent.cluster.training.files
+        if asked is None or verdict.copy != asked.copy:
+            return
+        self._asked = None
+        if verdict.checkpoint is None:
+            files.delete(asked.private)
+        else:
+            files.rename(asked.private)
+            for private in asked.superseded:
+                files.delete(private)
+        self._agent.post(ev.SaveEnded())
+
+
 def _stem(copy: StateId) -> str:
     return f"{copy.run}-{copy.group}-{copy.step}-{copy.save}"

@@ -454,8 +454,11 @@ class Invariants:
         writer = self._cluster.etcd.writer
         assert group is not None
         assert writer is not None
-        assert any(member.link == writer.serial for member in group.members), f"{writer.name} commits, no member"
-        assert max(self.restore_points, default=0) == group.number, "a commit before the group's beginning"
+        if group.members:
+            assert any(member.link == writer.serial for member in group.members), f"{writer.name} commits, no member"
+            assert max(self.restore_points, default=0) == group.number, "a commit before the group's beginning"
+        else:
+            assert writer.state.saving == committed.copy, f"{writer.name} commits without a group, and is not the last"
         assert self._is_true(committed.copy), f"{named(committed.copy)} is not of the true history"
         history = self._cluster.training.history
         if last is not None and not committed.is_rollback:

@@ -8,6 +8,8 @@ from simulation.faults import Faults
 _NAMES = ("a", "b", "c", "d", "e")
 _LIVE_S = 180.0
 """A handoff that was not completed is requested again after 120 s."""
+_ALL_LEAVE_EVERY = 8
+"""In one of so many clusters all agents are asked to leave, before new ones start."""
 _RECORD_S = 5.0
 """An incident is recorded so much later at the latest: answers may be lost, and leaders may leave with the job."""
 
@@ -49,6 +51,8 @@ def _play(cluster: Cluster, steps: int) -> None:
         if chance.random() < 0.12:
             faults.befall()
         cluster.run(chance.uniform(0.0, 0.25))
+    if cluster.seed % _ALL_LEAVE_EVERY == 0:
+        faults.ask_all_to_leave()
     faults.end()
     _live(cluster)
 

@@ -18,6 +18,7 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 | `slow NAME S`, `ill NAME [TROUBLE]` | its ranks take so long of each step; its health check fails, or not (any more) |
 | `warming NAME`, `warm NAME` | it prepares standby processes; they are ready |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
+| `no-save NAME` | the process that is to write its last checkpoint ends without one |
 | `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
 | `unread N` | while no agent lives: so many groups in a row had ended of that |
 | `hide NAME [KEY]`, `show NAME` | what it watches of this key comes late; without one, all that a leader watches |
@@ -153,6 +154,7 @@ class Scenario:
             "ill": lambda name, *trouble: self._agent(name).post(ev.HealthChecked(" ".join(trouble))),
             "warming": lambda name: self._agent(name).post(ev.StandbyChanged("warming up", is_warming=True)),
             "warm": lambda name: self._agent(name).post(ev.StandbyChanged("1 warm", is_warming=False)),
+            "no-save": lambda name: setattr(self._agent(name).saver, "is_failing", True),
             "finish": lambda name: cluster.finish_worker(self._agent(name)),
             "damage": self._damage,
             "away": lambda *names: cluster.training.files.away.update(names),

@@ -56,9 +56,12 @@ ASKED = ev.PublishAsked(2, Checkpoint(copy=COPY, name="n", private=".n", manifes
 SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_at=0.0)
 
 
-def view_of_group(number: int, *, begun: int) -> ClusterView:
+A = Member(node_id="a", incarnation="1", address="10.0.0.1", nproc=1, port=1, link=2)
+
+
+def view_of_group(number: int, *, begun: int, members: tuple[Member, ...] = (A,)) -> ClusterView:
     restore_point = RestorePoint(group=begun, copy=None, lineage=(), checkpoint=None)
-    group = Group(run="r", number=number, members=(), cause="wait", reason=LOST, restarts=0, step=0, reached=0)
+    group = Group(run="r", number=number, members=members, cause="wait", reason=LOST, restarts=0, step=0, reached=0)
     return ClusterView(
         9, is_whole=True, spec=Stored(SPEC, 1, 1), group=Stored(group, 2, 2), restore_point=Stored(restore_point, 3, 3)
     )
@@ -78,6 +81,15 @@ def test_the_fence_refuses_by_a_view_that_includes_the_next_group() -> None:
     up_to_it = replace(view, revision=view.group.mod_revision)
     assert isinstance(fence.settle(ASKED, up_to_it, "r"), fx.AnswerPublish)
     assert fence.settle(ASKED, replace(up_to_it, revision=up_to_it.revision - 1), "r") == fx.Refresh()
+
+
+def test_what_a_group_made_may_be_committed_after_it_was_replaced_by_nobody() -> None:
+    made = msgspec.structs.replace(ASKED.checkpoint, copy=StateId(run="r", group=1, step=3))
+    asked = ev.PublishAsked(2, made)
+    assert fence.settle(asked, view_of_group(2, begun=1), "r") is None, "its successor may begin from another state"
+    assert isinstance(fence.settle(asked, view_of_group(2, begun=1, members=()), "r"), fx.WriteCheckpoint)
+    refused = fence.settle(asked, view_of_group(3, begun=1, members=()), "r")
+    assert not isinstance(refused, fx.WriteCheckpoint), "somebody was here since"
 
 
 def test_a_lineage_has_one_cut_in_a_group_and_knows_groups_apart() -> None:

@@ -200,10 +200,14 @@ class Transcript:
                 self.name(f"start {group.number}", agent.name)
             case fx.AnswerPublish(copy=copy, checkpoint=None):
                 self.note(f"refused {agent.name}: {named(copy)}")
+            case fx.SaveSnapshot(copy=copy):
+                self.note(f"saves {agent.name}: {named(copy)}")
             case fx.Evict(who=who):
                 self.name(f"evict {who.node_id}", agent.name)
-            case fx.Exit(code=code):
+            case fx.Exit(code=code, unsaved=unsaved):
                 self.name(f"exit {code}", agent.name)
+                if unsaved is not None:
+                    self.note(f"given up {agent.name}: steps after {unsaved.saved} up to {unsaved.reached}")
             case _:
                 pass
 

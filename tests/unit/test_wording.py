@@ -445,9 +445,12 @@ def goes(
     )
     known = CachedRecords(spec=SPEC, group=None, checkpoint=committed if saved else None)
     copies = (Replica(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
-    state = replace(NEW, view=view, cached=known, copies=copies, leaving=Leaving(0, AskedToEnd()), has_left=True)
+    state = replace(NEW, view=view, cached=known, copies=copies, leaving=Leaving(0, AskedToEnd()))
     state = replace(state, workers=workers or LocalWorkers(before=reached))
-    _, effects = step(state, ev.Ticked(), 0.0)
+    state, effects = step(state, ev.Ticked(), 0.0)
+    (leave,) = [each for each in effects if isinstance(each, fx.Deregister)]
+    state = replace(state, view=replace(view, is_whole=False))  # it does not lead any more
+    _, effects = step(state, ev.WriteAnswered(leave, ev.Outcome.DONE), 0.0)
     (told,) = [describe_exit(each) for each in effects if isinstance(each, fx.Exit)]
     return told.removeprefix("left the job, as it was asked to")
 

@@ -24,6 +24,19 @@ if TYPE_CHECKING:
 
 CONTENT_VERSION = 3
 
+PLACE = "place"
+"""The key of the place of checkpoints in a snapshot. It is in no checkpoint."""
+
+
+class CheckpointPlace(NamedTuple):
+    """Where a run's checkpoints are, and how many are kept."""
+
+    directory: str
+    """Absolute path."""
+    keep: int
+    node: str
+    """Id of the node whose own disk has the directory; empty if all nodes see it."""
+
 
 class FlatState(NamedTuple):
     """A State in the form in which it is copied."""
@@ -44,6 +57,7 @@ class Capturer:
         descriptor: descriptor of the agent's memory for snapshots; None: there are none, and copies are in memory of
             this process.
         report: called with the step of each complete snapshot, possibly on another thread.
+        place: where checkpoints are, for the process that writes one from a snapshot; None: no snapshots are taken.
     """
 
     def __init__(
@@ -55,11 +69,13 @@ class Capturer:
         has_common: bool,
         descriptor: int | None,
         report: Callable[[int], None],
+        place: CheckpointPlace | None = None,
     ) -> None:
         self._contents = contents
         self._pos = pos
         self._seed = seed
         self._has_common = has_common
+        self._place = place
         self._has_snapshots = descriptor is not None
         self._process = os.getpid()
         self._memory = SnapshotMemory(descriptor, rank())
@@ -127,6 +143,7 @@ class Capturer:
             "seed": self._seed,
             "position": self._pos.read(),
             "objects": self._contents.read(),
+            PLACE: None if self._place is None else self._place._asdict(),
         }
 
 

@@ -62,7 +62,7 @@ class Gathering:
         for name in self._of_optimizers:
             state = captured[name]
             self.add_plain(name, state["plain"], state["groups"])
-        for path, place, tensor in self._blocks(captured):
+        for path, place, tensor in placed_tensors(captured):
             self.add_block(path, place, tensor)
 
     def require_names(self, saved: set[str] | Any) -> None:  # noqa: ANN401 - a dictionary's keys
@@ -131,15 +131,21 @@ class Gathering:
             raise ValueError(f"{'.'.join(path)} was saved with shape {shape}, in this State it has {tuple(own.shape)}")
         return _Wanted(shape, (0,) * len(shape), shape)
 
-    def _blocks(self, captured: Captured) -> Iterator[tuple[TensorPath, Place, torch.Tensor]]:
-        """Yield path, place and block of each captured tensor."""
-        for name, state in captured.items():
-            kinds = state["tensors"] if name in self._of_optimizers else {"": state}
-            for key, placed in kinds.items():
-                for kind, found in placed.items():
-                    path = (name, key, kind) if key else (name, kind)
-                    for place, tensor in found.items():
-                        yield path, place, tensor
+
+def placed_tensors(captured: Captured) -> Iterator[tuple[TensorPath, Place, torch.Tensor]]:
+    """Yield path, place and block of each captured tensor."""
+    for name, state in captured.items():
+        kinds = state["tensors"] if is_optimizers(state) else {"": state}
+        for key, placed in kinds.items():
+            for kind, found in placed.items():
+                path = (name, key, kind) if key else (name, kind)
+                for place, tensor in found.items():
+                    yield path, place, tensor
+
+
+def is_optimizers(state: dict[str, Any]) -> bool:
+    """Return whether a captured state is that of an optimizer, not of a module, which has tensors only."""
+    return isinstance(state.get("groups"), list)
 
 
 class _Wanted(NamedTuple):

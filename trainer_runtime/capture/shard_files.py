@@ -27,16 +27,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from trainer_runtime.capture.blocks import are_disjoint
+from trainer_runtime.capture.gathering import placed_tensors
 from trainer_runtime.capture.shard_list import METADATA, ListedBlock, read_list
 from trainer_runtime.checkpoint import open_file
 from trainer_runtime.checkpoint_files import HashingFile, write_synced
 from trainer_runtime.manifest import SHARDS, StoredFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from trainer_runtime.capture.gathering import TensorPath
+    from trainer_runtime.capture.blocks import Place
+    from trainer_runtime.capture.gathering import Captured, TensorPath
     from trainer_runtime.capture.sharded_objects import PlacedTensor, ShardedObjects
 
 _VERSION = "1.0.0"
@@ -130,6 +132,32 @@ def write_list(
     write_synced(shard_dir / METADATA, data)
     stored = [StoredFile(f"{SHARDS}/{file.name}", file.bytes, file.sha256) for file in files]
     return StoredFile(f"{SHARDS}/{METADATA}", len(data), hashlib.sha256(data).hexdigest()), *stored
+
+
+def write_all(shard_dir: Path, captured: Sequence[Captured]) -> tuple[StoredFile, ...]:
+    """Write the blocks that all ranks held durably into a new directory, each once; return the files with checksums.
+
+    The list has tied tensors under one of their names.
+
+    Args:
+        shard_dir: directory to create.
+        captured: what each rank held, in rank order.
+
+    Raises:
+        OSError: they could not be written, or the blocks do not make up a tensor.
+    """
+    shard_dir.mkdir()
+    written: set[tuple[TensorPath, Place]] = set()
+    files = []
+    for rank, each in enumerate(captured):
+        blocks: dict[TensorPath, PlacedTensor] = {}
+        held = [*placed_tensors(each)]
+        for path, place, tensor in held:
+            if (path, place) not in written and (tensor.numel() or not prod(place[0])):
+                written.add((path, place))
+                blocks[path] = place, tensor
+        files.append(write_blocks(shard_dir, rank, blocks, [path for path, _, _ in held]))
+    return write_list(shard_dir, files, {})
 
 
 def load_files(objects: ShardedObjects, shard_dir: Path, plain: dict[str, Any]) -> None:

@@ -1,0 +1,108 @@
+"""All nodes of a job are asked to leave while the ranks cannot save: what the agents' memory holds is saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from cases import some
+from integration.conftest import PATIENCE_S, Job
+from integration.evaluating_job import STEPS
+from integration.test_snapshots_job import assert_identical, committed, look, steps_of, with_each_step
+
+from agent.rehearse.cluster import read_trace, wait_for
+
+EVALUATING = Path(__file__).with_name("evaluating_job.py")
+SHARDED = Path(__file__).with_name("sharded_job.py")
+
+Make = Callable[..., Job]
+
+
+def evaluate(job: Job, *, nproc: int = 2) -> None:
+    """Start a node, and wait until its ranks evaluate."""
+    job.start("a", "1", [str(EVALUATING), str(job.directory)], [f"--nproc_per_node={nproc}"])
+    for rank in range(nproc):
+        wait_for((job.directory / f"evaluates-0-{rank}").exists, PATIENCE_S, f"the evaluation; {job.log_text()}")
+
+
+def test_a_node_that_leaves_during_an_evaluation_saves_the_last_step(job: Make) -> None:
+    undisturbed, running = job(), with_each_step(job, "--handoff_wait=1", "--handoff_timeout=1")
+    (undisturbed.directory / "hurry").touch()
+    evaluate(undisturbed)
+    evaluate(running)
+    running.nodes["a"].terminate()
+    assert running.nodes["a"].wait(PATIENCE_S) == 0
+    text = running.log_text()
+    assert f"saving step {STEPS} from memory" in text
+    assert "given up" not in text
+    (running.directory / "hurry").touch()
+    evaluate(running)
+    running.finish()
+    undisturbed.finish()
+    assert f"resumed at step {STEPS} from" in running.log_text()
+    for rank in range(2):
+        assert_identical(*(each.directory / f"weights-{rank}.pt" for each in (running, undisturbed)))
+
+
+def signal_all(job: Job) -> None:
+    """Send SIGTERM to all processes of all nodes, as systemd and batch systems do."""
+    for node in job.nodes.values():
+        for process in [*node.descendants(), psutil.Process(node.process.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("script", some(["sharded"], of=["sharded", "digits"]))
+def test_a_signal_to_all_processes_of_all_nodes_loses_a_step_at_most(job: Make, script: str) -> None:
+    undisturbed, running = job(), with_each_step(job)
+
+    def start(job: Job, step_time_s: str) -> None:
+        for name in ("a", "b"):
+            if script == "sharded":
+                job.start(name, "2", [str(SHARDED), str(job.directory), "60", step_time_s])
+            else:
+                job.join(name, "2")
+
+    start(running, "0.2")
+    running.wait_for_step(25, world=2)
+    signal_all(running)
+    assert {node.wait(PATIENCE_S) for node in running.nodes.values()} == {0}, running.log_text()
+    reached, saved = max(steps_of(running, 1)), committed(running)
+    assert saved is not None
+    assert reached - 1 <= saved.copy.step <= reached, running.log_text()
+    start(running, "0")
+    start(undisturbed, "0")
+    running.finish()
+    undisturbed.finish()
+    assert_identical(running.weights, undisturbed.weights)
+    assert min(line.step for line in read_trace(running.trace) if line.group > 1) == saved.copy.step + 1
+
+
+def test_a_directory_that_cannot_be_made_gives_up_the_steps_and_says_so(job: Make) -> None:
+    running = with_each_step(job, "--handoff_wait=1", "--handoff_timeout=1")
+    evaluate(running, nproc=1)
+    blocked = running.directory / "checkpoints"
+    blocked.touch()  # nothing can be written below a file
+    running.nodes["a"].terminate()
+    assert running.nodes["a"].wait(PATIENCE_S) == 0
+    text = running.log_text()
+    assert f"step {STEPS} was NOT saved" in text
+    assert f"{STEPS} steps up to step {STEPS} given up: there is no checkpoint" in text
+    assert "Traceback" not in text
+    assert look(running).checkpoint is None
+
+
+def test_a_second_signal_ends_the_agent_while_it_saves(job: Make) -> None:
+    running = with_each_step(job, "--handoff_wait=1", "--handoff_timeout=1")
+    evaluate(running, nproc=1)
+    running.nodes["a"].terminate()
+    wait_for(lambda: "saving step" in running.log_text(), PATIENCE_S, "the save")
+    left = running.nodes["a"].descendants()
+    running.nodes["a"].terminate()
+    assert running.nodes["a"].wait(PATIENCE_S) == 0
+    assert "given up" in running.log_text()
+    assert not psutil.wait_procs(left, PATIENCE_S)[1], "and the process that wrote is gone"
