@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from trainer_runtime.integrations.common import join
 PROGRAMS = Path(__file__).with_name("integrations")
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-FRAMEWORKS = ("transformers", "accelerate", "accelerate_fsdp2", "lightning", "lightning_fsdp2")
+FRAMEWORKS = ("transformers", "transformers_fsdp2", "accelerate", "accelerate_fsdp2", "lightning", "lightning_fsdp2")
 
 
 class Program(Job):
@@ -172,6 +173,30 @@ class Prepared:
 def test_what_accelerate_shards_otherwise_than_by_fsdp2_is_refused(kind: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         integrations.AccelerateState(Prepared(kind))
+
+
+def test_what_trainer_shards_otherwise_than_by_fsdp2_is_refused(tmp_path: Path) -> None:
+    """And a model that was to be sharded and is not, as without a GPU; and weights that Trainer is to load itself."""
+    accelerate, transformers = import_module("accelerate"), import_module("transformers")
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+
+    def sharding(version: int) -> Any:  # noqa: ANN401 - a Trainer
+        trainer = transformers.Trainer(torch.nn.Linear(2, 2), arguments, train_dataset=[{"input": torch.ones(2)}])
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False)
+        trainer.accelerator.state.fsdp_plugin, trainer.is_fsdp_enabled = plugin, True
+        return trainer
+
+    try:
+        with pytest.raises(ValueError, match="wants FSDP2, got FSDP1"):
+            integrations.TransformersCallback(sharding(1))
+        trainer = sharding(2)
+        trainer.add_callback(integrations.TransformersCallback(trainer))
+        with pytest.raises(ValueError, match="no resume_from_checkpoint with FSDP"):
+            trainer.train(str(tmp_path))
+        with pytest.raises(ValueError, match=r"parameters that fully_shard has sharded.*got whole ones"):
+            trainer.train()
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # the plugin is kept for all
 
 
 def test_workers_that_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

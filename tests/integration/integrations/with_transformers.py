@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import bench
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -21,8 +23,12 @@ class Notes(TrainerCallback):
         assert phases._phases.names == ["evaluate"], "no steps are to be expected"
 
 
-def main() -> None:
-    """Train."""
+def main(prepare: Callable[[Trainer], None] = lambda _: None) -> None:
+    """Train.
+
+    Args:
+        prepare: called with the Trainer before the callback is made.
+    """
     torch.manual_seed(5)
     model = bench.Net()
     arguments = TrainingArguments(
@@ -42,6 +48,7 @@ def main() -> None:
     )
     data = bench.Numbers()
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[Notes()])
+    prepare(trainer)
     trainer.add_callback(TransformersCallback(trainer, save_every=bench.SAVE_EVERY))
     trainer.train()
     evaluated = [line["epoch"] for line in trainer.state.log_history if "eval_loss" in line]
