@@ -231,7 +231,8 @@ class WorkerConfig:
     command: tuple[str, ...]
     """Complete argv of a rank process."""
     log_dir: Path
-    checkpoint_dir: Path
+    checkpoint_dir: str
+    """Absolute path, or the URL of an object store."""
     max_restarts: int
     """Restarts after worker failures without progress."""
     console: ConsoleConfig = field(default_factory=ConsoleConfig)

@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING
 
 from trainer_runtime.manifest import MANIFEST, Manifest, StoredFile, decode, parse_stem
 from trainer_runtime.node_memory import NodeMemory, allocate
+from trainer_runtime.object_store import is_remote, list_names, open_remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from io import BufferedReader
     from pathlib import Path
+    from typing import IO
 
 _CHUNK_BYTES = 8 << 20
-_MANIFEST_BYTES = 64 << 20
+MANIFEST_BYTES = 64 << 20
 """Largest manifest that is read. The entry of one file takes about 150 bytes."""
 
 
@@ -54,7 +55,7 @@ def warn(message: str) -> None:
     sys.stderr.flush()
 
 
-def open_file(path: Path) -> BufferedReader:
+def open_file(path: Path) -> IO[bytes]:
     """Open a file of a checkpoint for reading. Every file of a checkpoint is opened by this function.
 
     A foreign file in its place must not block the ranks: opening a FIFO without `O_NONBLOCK` waits for a writer, and a
@@ -64,6 +65,8 @@ def open_file(path: Path) -> BufferedReader:
         DamagedError: the path is not a regular file.
         OSError: the file does not exist or cannot be read.
     """
+    if is_remote(path):
+        return open_remote(path)
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", closefd=True)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -116,7 +119,12 @@ def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> Foun
         manifest, found_sha256 = _read_manifest(directory / stem, manifest_sha256)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError("it has no manifest") from None
-    return FoundCheckpoint(manifest, found_sha256, _read_files(directory / stem, manifest))
+    return FoundCheckpoint(manifest, found_sha256, _read_files(files_of(directory, manifest), manifest))
+
+
+def files_of(directory: Path, manifest: Manifest) -> Path:
+    """Return where the files of a committed checkpoint are."""
+    return directory / (manifest.private if is_remote(directory) else manifest.stem)
 
 
 def first_free_group(directory: Path, run: str) -> int:
@@ -149,7 +157,7 @@ def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> FoundC
     order = _order([manifest for manifest, _ in manifests], run)
     for manifest, sha256 in sorted(manifests, key=lambda pair: order(pair[0]), reverse=True):
         try:
-            return FoundCheckpoint(manifest, sha256, _read_files(directory / manifest.stem, manifest))
+            return FoundCheckpoint(manifest, sha256, _read_files(files_of(directory, manifest), manifest))
         except DamagedError as damage:
             damaged += 1
             warn(f"skipped checkpoint {directory / manifest.stem}: {damage}")
@@ -175,7 +183,7 @@ def _order(manifests: Sequence[Manifest], run: str) -> Callable[[Manifest], tupl
 
 def _stems(directory: Path) -> list[str]:
     try:
-        return sorted(path.name for path in directory.iterdir())
+        return sorted(list_names(directory))
     except FileNotFoundError:
         return []
 
@@ -187,7 +195,7 @@ def _read_manifest(checkpoint_dir: Path, wanted_sha256: str | None = None) -> tu
         DamagedError: the file is not a manifest, or its SHA-256 differs from `wanted_sha256`.
         OSError: the file does not exist or cannot be read.
     """
-    raw = read_file(checkpoint_dir / MANIFEST, _MANIFEST_BYTES)
+    raw = read_file(checkpoint_dir / MANIFEST, MANIFEST_BYTES)
     sha256 = hashlib.sha256(raw).hexdigest()
     if wanted_sha256 not in {None, sha256}:
         raise DamagedError("its manifest does not have the SHA-256 that the job's record lists")
@@ -220,8 +228,10 @@ def _read_checked(checkpoint_dir: Path, entry: StoredFile, memory: NodeMemory | 
         memory: memory of that size for the content; None: it is not kept.
     """
     try:
-        with open_file(checkpoint_dir / entry.file) as file:
-            bytes_ = os.fstat(file.fileno()).st_size
+        path = checkpoint_dir / entry.file
+        with open_file(path) as file:
+            bytes_ = file.seek(0, os.SEEK_END)
+            file.seek(0)
             if bytes_ != entry.bytes:
                 raise DamagedError(f"{entry.file} should have {entry.bytes} bytes, has {bytes_}")
             sha256 = hashlib.sha256()
@@ -229,7 +239,7 @@ def _read_checked(checkpoint_dir: Path, entry: StoredFile, memory: NodeMemory | 
             for at in range(0, bytes_, _CHUNK_BYTES):  # reads no more than that, should the file grow meanwhile
                 length = min(_CHUNK_BYTES, bytes_ - at)
                 chunk = buffer[:length] if memory is None else buffer[at : at + length]
-                sha256.update(chunk[: file.readinto(chunk)])
+                sha256.update(chunk[: file.readinto(chunk)])  # type: ignore[attr-defined] # both kinds of files have it
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(f"{entry.file} is missing") from None
     if sha256.hexdigest() != entry.sha256:

@@ -9,16 +9,26 @@ import contextlib
 import hashlib
 import os
 import shutil
+import tempfile
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
-from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.checkpoint import MANIFEST_BYTES, CheckpointError, read_file, warn
 from trainer_runtime.manifest import EXTRA, MANIFEST, STATE, StoredFile, final_name
+from trainer_runtime.object_store import (
+    delete_object,
+    delete_objects,
+    is_remote,
+    new_file,
+    put_new,
+    remove_tree,
+    upload,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
 
 class HashingFile:
@@ -56,48 +66,61 @@ class HashingFile:
 
 def write_state(checkpoint_dir: Path, content: dict[str, Any]) -> StoredFile:
     """Save `content` durably as the state file in a checkpoint's directory."""
-    with (checkpoint_dir / STATE).open("xb") as file:
+    with new_file(checkpoint_dir / STATE) as file:
         hashing = HashingFile(file)
         hashing.save(content)
-        file.flush()
-        os.fsync(file.fileno())
     return StoredFile(STATE, hashing.bytes, hashing.sha256.hexdigest())
 
 
-def call_hooks(checkpoint_dir: Path, hooks: Sequence[Callable[[Path], object]]) -> None:
-    """Call the hooks with a new directory inside the checkpoint's directory."""
-    if hooks:
+def call_hooks(checkpoint_dir: Path, hooks: Sequence[Callable[[Path], object]]) -> Path | None:
+    """Call the hooks with a new directory, inside the checkpoint's unless that is in an object store; return it."""
+    if not hooks:
+        return None
+    if is_remote(checkpoint_dir):
+        extra = Path(tempfile.mkdtemp(prefix="trainer_runtime-"))
+    else:
         extra = checkpoint_dir / EXTRA
         extra.mkdir()
+    try:
         for hook in hooks:
             hook(extra)
+    except BaseException:
+        shutil.rmtree(extra, ignore_errors=True)
+        raise
+    return extra
 
 
-def seal(checkpoint_dir: Path, part: str) -> tuple[StoredFile, ...]:
-    """Make the files that others wrote into a subdirectory of the checkpoint durable; return their entries."""
-    inside = checkpoint_dir / part
-    if not inside.exists():
+def seal(checkpoint_dir: Path, extra: Path | None) -> tuple[StoredFile, ...]:
+    """Make the files that hooks wrote into this directory durable, as `extra` of the checkpoint; return their entries.
+
+    A directory outside of the checkpoint's is deleted.
+    """
+    if extra is None:
         return ()
-    paths = sorted(inside.rglob("*"))
-    for directory in (inside, *(path for path in paths if path.is_dir())):
-        sync_directory(directory)
-    return tuple(
-        StoredFile(path.relative_to(checkpoint_dir).as_posix(), *_sync_and_hash(path))
-        for path in paths
-        if path.is_file()
-    )
+    paths = sorted(extra.rglob("*"))
+    entries = {path: f"{EXTRA}/{path.relative_to(extra).as_posix()}" for path in paths if path.is_file()}
+    if is_remote(checkpoint_dir):
+        for path, name in entries.items():
+            upload(path, checkpoint_dir / name)
+    else:
+        for directory in (extra, *(path for path in paths if path.is_dir())):
+            sync_directory(directory)
+    stored = tuple(StoredFile(name, *_sync_and_hash(path)) for path, name in entries.items())
+    if is_remote(checkpoint_dir):
+        shutil.rmtree(extra, ignore_errors=True)
+    return stored
 
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file durably."""
-    with path.open("xb") as file:
+    with new_file(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
     """Make renames and deletions in `path` survive a power failure."""
+    if is_remote(path):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -108,14 +131,18 @@ def sync_directory(path: Path) -> None:
 def delete_checkpoint(checkpoint_dir: Path) -> None:
     """Delete a checkpoint's directory; FileNotFoundError if it does not exist, or was renamed meanwhile."""
     # The manifest first, durably: a manifest without its files would be taken for damage.
+    if is_remote(checkpoint_dir):
+        delete_object(checkpoint_dir / MANIFEST)
+        delete_objects(checkpoint_dir)
+        return
     (checkpoint_dir / MANIFEST).unlink(missing_ok=True)
     sync_directory(checkpoint_dir)
     shutil.rmtree(checkpoint_dir)
 
 
 def require_unused(path: Path) -> None:
-    """Raise CheckpointError if a checkpoint's final name is in use."""
-    if path.exists():
+    """Raise CheckpointError if a checkpoint's final name is in use. In an object store the commit notices that."""
+    if not is_remote(path) and path.exists():
         raise CheckpointError(
             f"wanted to write {path}, which exists; a checkpoint's name is never used twice: "
             "start every group of a run under a number of its own"
@@ -131,13 +158,19 @@ def removed_on_error(private: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             name = final_name(private.name)
             error.add_note(f"checkpoint {name} was NOT written in {private.parent}; the older ones are untouched")
-        shutil.rmtree(private, ignore_errors=True)  # the original error is the one to report
+        remove_tree(private)  # the original error is the one to report
         raise
 
 
 def rename_to_final(private: Path) -> None:
-    """Rename the directory to its final name, durably; OSError if that fails or the final name is in use."""
+    """Rename the directory to its final name, durably; OSError if that fails or the final name is in use.
+
+    In an object store: write a copy of the manifest there (`object_store.py`).
+    """
     final = private.with_name(final_name(private.name))
+    if is_remote(private):
+        put_new(final / MANIFEST, read_file(private / MANIFEST, MANIFEST_BYTES))
+        return
     private.rename(final)
     try:
         sync_directory(private.parent)
@@ -151,7 +184,7 @@ def rename_committed(private: Path) -> bool:
     """Rename a committed checkpoint to its final name; return whether that succeeded."""
     try:
         rename_to_final(private)
-    except FileNotFoundError:
+    except (FileNotFoundError, FileExistsError):
         warn(f"{private.name} was renamed, or superseded, by a later group")
     except OSError as error:
         warn(f"{private.name} is committed but could not be renamed ({error}); the next group will do so")
@@ -161,13 +194,14 @@ def rename_committed(private: Path) -> bool:
 
 
 def exists(private: Path) -> bool:
-    """Return whether the checkpoint exists, under its private or its final name."""
-    return private.exists() or private.with_name(final_name(private.name)).exists()
+    """Return whether the checkpoint exists, under its private or its final name; in an object store, that it may."""
+    return is_remote(private) or private.exists() or private.with_name(final_name(private.name)).exists()
 
 
 def delete_superseded(private: Path) -> bool:
     """Delete a superseded checkpoint, under its private or its final name; return whether it is gone."""
-    for path in (private, private.with_name(final_name(private.name))):
+    final = private.with_name(final_name(private.name))
+    for path in (final, private) if is_remote(private) else (private, final):
         try:
             delete_checkpoint(path)
         except FileNotFoundError:

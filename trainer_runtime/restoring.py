@@ -24,7 +24,8 @@ from trainer_runtime.dist import do_on_all, is_main, local_rank, open_control_pa
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.hostcopy import HostCopier
-from trainer_runtime.manifest import SHARDS, parse_stem
+from trainer_runtime.manifest import SHARDS, parse_stem, require_private_name
+from trainer_runtime.object_store import is_remote
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.rank_messages import open_rank_messages
 from trainer_runtime.replication import open_replication
@@ -262,12 +263,15 @@ def read_content(memory: NodeMemory) -> dict[str, Any]:
     return content
 
 
-def _own_name(content: dict[str, Any]) -> str:
-    """Return the final name of this content's checkpoint; ValueError if the name does not fit the position."""
+def _own_name(content: dict[str, Any], directory: Path) -> str:
+    """Return the name under which this content's files are; ValueError if it does not fit the position."""
     name, position = str(content["name"]), content["position"]
     _, _, *at = parse_stem(name) or ("", 0)
     if at != [position["step"], position["save"]]:
         raise ValueError(f"wanted the name of a checkpoint of step {position['step']}, got {name!r}")
+    if is_remote(directory):
+        require_private_name(str(content["private"]), name)
+        return str(content["private"])
     return name
 
 
@@ -311,7 +315,7 @@ def load_content(
         else:
             from trainer_runtime.capture.shard_files import load_files  # noqa: PLC0415 - takes a while
 
-            load_files(contents.shards, directory / _own_name(content) / SHARDS, content[SHARDED])
+            load_files(contents.shards, directory / _own_name(content, directory) / SHARDS, content[SHARDED])
     if lr_scaling is not None:
         factor = factor_of(lr_scaling, content["world_size"], world_size())
         rescale(contents.of_type(Optimizer), contents.of_type(LRScheduler), factor)

@@ -18,8 +18,10 @@ this run that no record names are neither read nor deleted.
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
@@ -27,22 +29,23 @@ from trainer_runtime.checkpoint import (
     CheckpointError,
     DamagedError,
     FoundCheckpoint,
+    files_of,
     find,
     find_of_others,
     first_free_group,
     read,
     warn,
 )
-from trainer_runtime.checkpoint_files import sync_directory
+from trainer_runtime.checkpoint_files import rename_to_final
 from trainer_runtime.dist import is_main
-from trainer_runtime.manifest import EXTRA, final_name
+from trainer_runtime.manifest import EXTRA, MANIFEST, final_name
+from trainer_runtime.object_store import download, is_remote
 from trainer_runtime.record import CommittedCheckpoint, StateId
 from trainer_runtime.sharing import Shared
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.manifest import Manifest
@@ -124,10 +127,16 @@ class DirectoryOpener:
         if self._found is None:
             warn(f"resumed at step {step} from memory")
             return
-        place = self._directory / self._found.stem
-        warn(f"resumed at step {step} from {place}")
-        for hook in hooks if (place / EXTRA).exists() else ():
-            hook(place / EXTRA)
+        warn(f"resumed at step {step} from {self._directory / self._found.stem}")
+        extra = files_of(self._directory, self._found) / EXTRA
+        if not hooks or not extra.exists():
+            return
+        with tempfile.TemporaryDirectory(prefix="trainer_runtime-") as copy:
+            if is_remote(extra):
+                download(extra, Path(copy))
+                extra = Path(copy)
+            for hook in hooks:
+                hook(extra)
 
     def _find_node(self) -> str:
         """Return the node to name in the records of new checkpoints; empty if all nodes see the directory."""
@@ -282,9 +291,8 @@ def _read_committed(directory: Path, committed: CommittedCheckpoint) -> FoundChe
 
 def _complete(directory: Path, name: str, private: str) -> None:
     """Rename the checkpoint if the publisher did not. Two processes that do so at once do no harm."""
-    if (directory / name).exists():
+    if (directory / name / MANIFEST).exists() if is_remote(directory) else (directory / name).exists():
         return
-    with suppress(FileNotFoundError):
-        (directory / private).rename(directory / name)
-        sync_directory(directory)
+    with suppress(FileNotFoundError, FileExistsError):
+        rename_to_final(directory / private)
         warn(f"renamed the committed checkpoint {directory / name} to its final name; its writer exited before that")

@@ -21,6 +21,7 @@ from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import SHARDED
 from trainer_runtime.flat import unflatten
 from trainer_runtime.manifest import SHARDS
+from trainer_runtime.object_store import open_place
 from trainer_runtime.resume import inherit
 from trainer_runtime.snapshot_load import read_local_pieces
 from trainer_runtime.writer import SAVE_ERRORS, Completed, Content, Writer
@@ -80,7 +81,7 @@ def _save(channel: AgentChannel, copy: StateId) -> bool:
     content = unflatten(local.common)
     place = CheckpointPlace(**content.pop(PLACE))
     writer = Writer(
-        Path(place.directory),
+        open_place(place.directory),
         copy.run,
         copy.group,
         keep=place.keep,

@@ -117,11 +117,9 @@ class Saver:
             self.capturer.settle()
         if pos.at == pos.saved:
             return True
-        if self.writer is not None and self.writer.is_busy():
-            warn(
-                f"step {pos.step} was NOT saved: step {pos.saved[0]} still waits to be committed, because the agent "
-                "cannot reach etcd, or cannot read a record of the job there; the next save is due as usual"
-            )
+        busy = self.writer.why_busy(may_skip=not handoff) if self.writer is not None else ""
+        if busy:
+            warn(f"step {pos.step} was NOT saved: step {pos.saved[0]} {busy}; the next save is due as usual")
             self._leave_out()
             return False
         try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import has_any, warn
 from trainer_runtime.dist import broadcast_numbers, is_main, local_rank, sum_over_ranks
+from trainer_runtime.object_store import is_remote
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +36,8 @@ class DirectorySight:
 
 def check_shared_directory(directory: Path) -> DirectorySight:
     """Check whether all nodes see the directory; a collective."""
+    if is_remote(directory):
+        return DirectorySight("")
     path, token, is_new = None, 0, False
     if is_main():
         path, token, is_new = _put(directory)

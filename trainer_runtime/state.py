@@ -28,6 +28,7 @@ from trainer_runtime.exchange import script_line
 from trainer_runtime.finite import FiniteGuard
 from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.manifest import require_run_name
+from trainer_runtime.object_store import open_place
 from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.phases import expect_steps, runtime_phase, settle_before_phases
 from trainer_runtime.position import Position
@@ -65,8 +66,8 @@ class State:
     `PerRank(thing)`. A `torch.Generator` and torchdata's StatefulDataLoader can be given as they are.
 
     Args:
-        checkpoint_dir: directory of the checkpoints, the same for all ranks that may become rank 0. Default: the
-            agent's `--checkpoint_dir`, else `./checkpoints`.
+        checkpoint_dir: directory of the checkpoints, the same for all ranks that may become rank 0; or the URL of an
+            object store, as `s3://bucket/jobs/mine`. Default: the agent's `--checkpoint_dir`, else `./checkpoints`.
         save_every: steps between durable checkpoints, at least 1. Must be equal on all ranks.
         keep: number of this run's checkpoints to keep, at least 1. With 2 there is another one if the newest is
             damaged. Under an agent at most 100.
@@ -104,7 +105,7 @@ class State:
         _require_usable(objects, save_every, keep)
         # Names with an underscore are State's own attributes; __setattr__ passes all others to the contents.
         self._contents = Contents(objects)
-        self._directory = Path(checkpoint_dir or os.environ.get(contract.CHECKPOINT_DIR) or "checkpoints")
+        self._directory = open_place(checkpoint_dir or os.environ.get(contract.CHECKPOINT_DIR) or "checkpoints")
         self._save_every = save_every
         self._keep = keep
         self._seed = seed

@@ -6,7 +6,7 @@ before that leaves the older checkpoints as they were, and the attempt removes i
 
 Training does not wait: it hands over a copy of its state, and a thread does the rest, one checkpoint at a time. If the
 next save is due while the disk is still busy with this one, training waits for the disk. If it is due while this one
-waits for its verdict, the next one is skipped, because that may take an hour.
+waits for its verdict, or is being written to an object store, the next one is skipped, because that may take an hour.
 
 Under an agent the commit is a record of the job, written only while this group is the current one: see
 `agent_channel.py`. Without an answer the checkpoint may or may not be committed, so its files stay. Once committed, it
@@ -29,7 +29,6 @@ import contextlib
 import errno
 import hashlib
 import resource
-import shutil
 import threading
 import time
 import weakref
@@ -52,7 +51,8 @@ from trainer_runtime.checkpoint_files import (
     write_synced,
 )
 from trainer_runtime.contract import MAX_KEEP
-from trainer_runtime.manifest import EXTRA, MANIFEST, SHARDS, Manifest, StoredFile, encode, private_name, stem_of
+from trainer_runtime.manifest import MANIFEST, SHARDS, Manifest, StoredFile, encode, private_name, stem_of
+from trainer_runtime.object_store import is_remote, make_directory, remove_tree
 from trainer_runtime.rank_messages import NoMessageError
 from trainer_runtime.record import CommittedCheckpoint, StateId
 from trainer_runtime.snapshot_copy import ChangedError
@@ -71,6 +71,9 @@ SAVE_ERRORS = (OSError, NoMessageError, ChangedError)
 
 _VERDICT_WAIT_S = 1.0
 """Seconds to wait for a verdict. A commit takes milliseconds; if it takes longer than this, it may take an hour."""
+
+_UPLOAD_WAIT_S = 1.0
+"""Seconds that a save waits until the one before is in the object store."""
 
 _EXIT_WITHIN_S = 10.0
 """Seconds that the end of the script waits for a checkpoint that is being written."""
@@ -107,6 +110,8 @@ class _Task:
 
     manifest: Manifest
     content: Content
+    extra: Path | None
+    """Directory of the files that hooks wrote."""
     kept: tuple[str, ...]
     superseded: tuple[str, ...]
     handoff: int
@@ -185,7 +190,7 @@ class Writer:
             self.finish()
         began_at = time.monotonic()
         if not self._kept:  # otherwise a mount is away: a new directory would hide its checkpoints when it is back
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory, parents=True)
         stem = stem_of(self._run, self._group, step, save)
         require_unused(self._directory / stem)
         private = self._directory / private_name(stem)
@@ -204,29 +209,40 @@ class Writer:
         )
         try:
             with removed_on_error(private):
-                private.mkdir()
-                call_hooks(private, hooks)
+                make_directory(private)
+                extra = call_hooks(private, hooks)
                 content.prepare(private)
         except BaseException:
             content.release()
             raise
-        task = _Task(manifest, content, kept, superseded, handoff, began_at)
+        task = _Task(manifest, content, extra, kept, superseded, handoff, began_at)
         self._is_on_disk.clear()
         self._thread = threading.Thread(target=self._run_task, args=(task,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def is_busy(self) -> bool:
-        """Wait for the disk; then return whether the last checkpoint still waits for its verdict, after a short wait.
+    def why_busy(self, *, may_skip: bool) -> str:
+        """Wait for the disk; then return why no other checkpoint can be written, after a short wait. Empty: one can.
 
-        A save that is due later than that wait is not skipped.
+        A save that is due later than that wait is not skipped. An object store is not waited for: it may be away.
+
+        Args:
+            may_skip: the save that is due may be left out, so that it is not worth waiting for an object store.
         """
         if self._thread is None:
-            return False
+            return ""
+        if may_skip and is_remote(self._directory):
+            self._thread.join(_UPLOAD_WAIT_S)
+            if self._thread.is_alive() and not self._awaits_verdict:
+                return "is still being written to the object store"
         self._is_on_disk.wait()
         self._thread.join(max(0.0, self._verdict_due - time.monotonic()))
         if self._thread.is_alive() and not self._awaits_verdict:
             self._thread.join()  # it is deleting superseded checkpoints, so it uses the disk
-        return self._thread.is_alive()
+        if not self._thread.is_alive():
+            return ""
+        return (
+            "still waits to be committed, because the agent cannot reach etcd, or cannot read a record of the job there"
+        )
 
     def finish(self, within_s: float | None = None) -> bool:
         """Wait for the outcome of the last checkpoint; return whether it is committed. The same until the next `write`.
@@ -295,8 +311,8 @@ class Writer:
         """Write all files durably; return the manifest with the list of files."""
         try:
             content, shards = task.content.read(private)
-            named = {**content, "name": task.manifest.stem}
-            files = write_state(private, named), *seal(private, EXTRA), *shards
+            named = {**content, "name": task.manifest.stem, "private": task.manifest.private}
+            files = write_state(private, named), *seal(private, task.extra), *shards
             task.content.require_unchanged()
         finally:
             task.content.release()  # as large as the model, and the verdict may be an hour away
@@ -327,7 +343,7 @@ class Writer:
         if verdict.checkpoint is not None:
             return True
         warn(f"step {asked.copy.step} was NOT saved: {verdict.reason}")
-        shutil.rmtree(self._directory / asked.private, ignore_errors=True)
+        remove_tree(self._directory / asked.private)
         return False
 
     def _count(self, private: Path, task: _Task) -> None:

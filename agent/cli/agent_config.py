@@ -101,7 +101,7 @@ def read_node_config(
         workers=WorkerConfig(
             command=command,
             log_dir=Path(options["log_dir"]).absolute(),
-            checkpoint_dir=Path(options["checkpoint_dir"] or checkpoints_of(rendezvous.job.job_id)).absolute(),
+            checkpoint_dir=_place_of(options["checkpoint_dir"] or str(checkpoints_of(rendezvous.job.job_id))),
             console=_console(options),
             role=options["role"],
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
@@ -129,6 +129,11 @@ def _with_servers(options: dict[str, Any], gpus: tuple[str, ...], environ: Mappi
     if wrong:
         raise ConfigError(f"--{wrong[0]} is for jobs of ranks: leave it out of one with parameter servers")
     roles = plan(options)
+    if "://" in (options["checkpoint_dir"] or ""):
+        raise ConfigError(
+            "--checkpoint_dir of a parameter-server job must be a directory, into which servers write their rows, not "
+            f"{options['checkpoint_dir']}"
+        )
     if len(roles.machines) > 1 and not options["elastic_server"]:
         options = {**options, "ips": ",".join(roles.machines)}
     config = read_node_config(options, gpus, environ, has_servers=True)
@@ -214,3 +219,8 @@ def _console(options: dict[str, Any]) -> ConsoleConfig:
         tee=parse_streams("--tee", options["tee"]),
         prefix=options["log_line_prefix_template"],
     )
+
+
+def _place_of(checkpoint_dir: str) -> str:
+    """Return an absolute path; a URL stays as it is."""
+    return checkpoint_dir if "://" in checkpoint_dir else str(Path(checkpoint_dir).absolute())

@@ -213,9 +213,9 @@ TOPICS = (
         (
             option(
                 "checkpoint_dir",
-                metavar="DIR",
+                metavar="DIR|URL",
                 default_text="checkpoints/JOB_ID",
-                help="Directory for checkpoints, which all nodes must see.",
+                help="Directory for checkpoints, which all nodes must see; or an object store, as s3://bucket/name.",
             ),
             option(
                 "snapshot_overhead",

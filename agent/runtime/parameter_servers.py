@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from agent import node_facts
 from agent.config import AgentConfig, NodeConfig
@@ -82,7 +83,7 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, RoleEvent, RoleEffect]):
             run=spec.run,
             node_id=config.node.node_id,
             secret=spec.secret,
-            checkpoint_dir=config.workers.checkpoint_dir,
+            checkpoint_dir=Path(config.workers.checkpoint_dir),
             fresh=config.job.fresh,
             tls=config.tls,
             gpus=config.gpus,

@@ -83,7 +83,7 @@ class JobFacts:
     first_group: int
     """Number of the run's first group."""
     fresh: bool
-    checkpoint_dir: Path
+    checkpoint_dir: str
     max_restarts: int
     handoff_wait_s: float
     interface: str | None
@@ -175,7 +175,7 @@ def _contract(place: RankPlace, facts: JobFacts) -> dict[str, str]:
         contract.GROUP: str(place.group.number),
         contract.RANKS_KEY: _ranks_key(facts.secret, place.group),
         contract.NODE_ID: place.member.node_id,
-        contract.CHECKPOINT_DIR: str(facts.checkpoint_dir),
+        contract.CHECKPOINT_DIR: facts.checkpoint_dir,
         contract.FRESH: "1" if facts.fresh else "0",
         contract.HANDOFF_WAIT_S: f"{facts.handoff_wait_s:g}",
         **_snapshots(facts.snapshots),

@@ -57,7 +57,8 @@ def signal_all(job: Job) -> None:
 
 
 @pytest.mark.parametrize("script", some(["sharded"], of=["sharded", "digits"]))
-def test_a_signal_to_all_processes_of_all_nodes_loses_a_step_at_most(job: Make, script: str) -> None:
+def test_a_signal_to_all_processes_of_all_nodes_loses_what_no_snapshot_has(job: Make, script: str) -> None:
+    """There is a snapshot of each step here."""
     undisturbed, running = job(), with_each_step(job)
 
     def start(job: Job, step_time_s: str) -> None:

@@ -147,7 +147,7 @@ if how != "look":
     if how == "full" and not tr.is_main():
         shard_writer.write_blocks = full
     if how == "busy" and tr.is_main():
-        writer.is_busy = lambda: True
+        writer.why_busy = lambda **_: "is busy"
     if how == "forged" and tr.is_main():  # by somebody who reaches the ranks' store
         state._saver.shards._messages.propose("shards/1/0", str(state._directory.with_name("elsewhere")))
     state.commit()

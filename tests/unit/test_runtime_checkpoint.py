@@ -192,7 +192,7 @@ def test_a_read_error_is_raised_and_not_skipped(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_MANIFEST_BYTES", 64)
+    monkeypatch.setattr(checkpoint, "MANIFEST_BYTES", 64)
     make(tmp_path, "us", 1, 10)
     with pytest.raises(CheckpointError, match="found 1 in"):
         find(tmp_path, "us", fresh=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import pickle
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +31,7 @@ from trainer_runtime.capture.shard_list import METADATA, ListedBlock, read_list
 from trainer_runtime.checkpoint import open_file
 from trainer_runtime.checkpoint_files import HashingFile, write_synced
 from trainer_runtime.manifest import SHARDS, StoredFile
+from trainer_runtime.object_store import is_remote, make_directory, new_file, read_range, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -85,19 +85,17 @@ def write_blocks(
     Raises:
         OSError: they could not be written, or the directory is not there.
     """
-    if not shard_dir.is_dir():
+    if not is_remote(shard_dir) and not shard_dir.is_dir():
         raise FileNotFoundError(f"{shard_dir}, which rank 0 has made, is not there: is the directory still shared?")
     name = f"__{rank}_0.distcp"
     entries = []
-    with (shard_dir / name).open("xb") as file:
+    with new_file(shard_dir / name) as file:
         hashing = HashingFile(file)
         for path, ((shape, offsets), tensor) in blocks.items():
             begin = hashing.bytes
             whole = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
             hashing.save(whole)
             entries.append(Entry(path, tensor.dtype, shape, offsets, tuple(tensor.shape), begin, hashing.bytes - begin))
-        file.flush()
-        os.fsync(file.fileno())
     return ShardFile(name, hashing.bytes, hashing.sha256.hexdigest(), entries, paths)
 
 
@@ -116,8 +114,7 @@ def write_list(
     """
     files = [*files]
     for file in files:
-        seen = shard_dir / file.name
-        if not seen.is_file() or seen.stat().st_size != file.bytes:
+        if not _has(shard_dir / file.name, file.bytes):
             raise FileNotFoundError(f"rank 0 does not see in {shard_dir} what others wrote: {file.name}")
     blocks: dict[TensorPath, dict[tuple[int, ...], tuple[ShardFile, Entry]]] = {}
     for file in files:
@@ -146,7 +143,7 @@ def write_all(shard_dir: Path, captured: Sequence[Captured]) -> tuple[StoredFile
     Raises:
         OSError: they could not be written, or the blocks do not make up a tensor.
     """
-    shard_dir.mkdir()
+    make_directory(shard_dir)
     written: set[tuple[TensorPath, Place]] = set()
     files = []
     for rank, each in enumerate(captured):
@@ -185,10 +182,22 @@ def load_files(objects: ShardedObjects, shard_dir: Path, plain: dict[str, Any]) 
     objects.load(gathering.result())
 
 
+def _has(path: Path, size_bytes: int) -> bool:
+    try:
+        return size_of(path) == size_bytes
+    except FileNotFoundError:
+        return False
+
+
 def _read_block(shard_dir: Path, block: ListedBlock) -> torch.Tensor:
-    with open_file(shard_dir / block.file) as file:
-        file.seek(block.at)
-        found: torch.Tensor = torch.load(io.BytesIO(file.read(block.length)), weights_only=True, map_location="cpu")
+    path = shard_dir / block.file
+    if is_remote(path):
+        data = read_range(path, block.at, block.length)
+    else:
+        with open_file(path) as file:
+            file.seek(block.at)
+            data = file.read(block.length)
+    found: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     return found
 
 

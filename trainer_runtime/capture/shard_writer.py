@@ -19,6 +19,7 @@ from trainer_runtime.capture.shard_files import Entry, ShardFile, write_blocks, 
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.contents import SHARDED
 from trainer_runtime.manifest import SHARDS, StoredFile, require_private_name
+from trainer_runtime.object_store import make_directory
 from trainer_runtime.snapshot_copy import ChangedError
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class ShardWriter:
             OSError: the directory cannot be made; or another one holds, which a stranger has proposed.
         """
         self._choose()
-        (private / SHARDS).mkdir()
+        make_directory(private / SHARDS)
         held = self._messages.propose(_name(at), private.name)
         if held == _NOWHERE:
             raise OSError("this step was left out before, and the other ranks have no copy of their shards any more")
