@@ -73,7 +73,7 @@ class Exchange:
 
         Args:
             at: step and save.
-            where: the line of the script that committed the step on this rank, for the warning.
+            where: the line of the script at which this rank began the save, for the warning.
 
         Raises:
             NoMessageError: a rank did not hand over its part within `WITHIN_S`.
@@ -103,10 +103,10 @@ class Exchange:
                 raise NoMessageError(f"{which} not committed it within {WITHIN_S:g} s")
             if waited_s >= WARN_AFTER_S and not has_warned:
                 has_warned = True
-                here = f", which rank {self._rank} does at {where}" if where else ""
+                here = f"; rank {self._rank} began this save at {where}" if where else ""
                 warn(
                     f"step {at[0]} waits to be saved: {which} not committed it {WARN_AFTER_S:g} s after rank "
-                    f"{self._rank}. Call state.commit(){here}, on every rank"
+                    f"{self._rank}. Call state.commit() on every rank{here}"
                 )
             time.sleep(min(_POLL_MAX_S, _POLL_SHARE * waited_s))
 

@@ -249,7 +249,7 @@ class _Captured(Content):
         at: step and save.
         exchange: provides the other ranks' parts.
         shards: writes what the ranks hold of sharded objects; None: nothing is sharded.
-        where: the line of the script that committed the step.
+        where: the line of the script at which the save began.
     """
 
     def __init__(

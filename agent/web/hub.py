@@ -173,7 +173,10 @@ class Hub:
         records = JobRecords(self.keys)
 
         def deliver(snapshot: Snapshot) -> None:
-            known = records.of(snapshot)
+            try:
+                known = records.of(snapshot)
+            except RecordError:  # the agent itself reports it; the page shows what was read last
+                return
             if known is not None:
                 loop.call_soon_threadsafe(self._on_records, known)
 

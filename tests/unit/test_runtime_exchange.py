@@ -94,7 +94,7 @@ def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_t
             ranks[0].collect((10, 0), "train.py:15")
     assert capfd.readouterr().err == (
         "trainer_runtime: step 10 waits to be saved: rank 2 has not committed it 1 s after rank 0. Call "
-        "state.commit(), which rank 0 does at train.py:15, on every rank\n"
+        "state.commit() on every rank; rank 0 began this save at train.py:15\n"
     )
     ranks[2].post_part((10, 0), {"rank": 2, "step": 10})
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
