@@ -100,6 +100,8 @@ class Verdict:
     checkpoint: CommittedCheckpoint | None
     """The checkpoint as committed; None: it was not committed."""
     reason: str
+    is_saved: bool = False
+    """Another checkpoint of this very state is committed."""
 
 
 def publish_message(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
@@ -127,6 +129,7 @@ def parse_verdict(answer: object) -> Verdict:
         copy=_parse_state_id(fields),
         checkpoint=_parse_checkpoint(fields.get("checkpoint")),
         reason=field_of(fields, "reason", str),
+        is_saved=bool(fields.get("is_saved")),
     )
 
 

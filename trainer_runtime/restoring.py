@@ -207,9 +207,16 @@ class Restorer:
         return int(messages.broadcast("seed", lambda: str(torch.initial_seed())))
 
     def _agree_on_place(self, messages: RankMessages) -> CheckpointPlace:
-        """Return where checkpoints are, equal on all ranks, as for the seed."""
-        place = CheckpointPlace(str(self.directory.absolute()), self.keep, self._opener.node)
-        return CheckpointPlace(*json.loads(messages.broadcast("place", lambda: json.dumps(place))))
+        """Return where checkpoints are. The directory is that of this node, which may have one of its own."""
+        (node,) = json.loads(messages.broadcast("place", lambda: json.dumps([self._opener.node])))
+        shards = self.contents.shards
+        return CheckpointPlace(
+            str(self.directory.absolute()),
+            self.keep,
+            node,
+            has_hooks=bool(self.save_hooks),
+            aliases=[] if shards is None else [([*alias], [*path]) for alias, path in shards.aliases().items()],
+        )
 
 
 def _ignore(_step: int) -> None:

@@ -342,7 +342,8 @@ class Writer:
         self._awaits_verdict = False
         if verdict.checkpoint is not None:
             return True
-        warn(f"step {asked.copy.step} was NOT saved: {verdict.reason}")
+        if not verdict.is_saved:
+            warn(f"step {asked.copy.step} was NOT saved: {verdict.reason}")
         remove_tree(self._directory / asked.private)
         return False
 

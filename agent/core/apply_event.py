@@ -96,7 +96,15 @@ def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_hist
     # again since is there.
     if is_other_history or (has_lost_data and not state.has_lost_data):
         status = WrittenStatus()
-    return replace(state, cached=cached, has_lost_data=has_lost_data, status=status, observed=observed)
+    group = cached.group if cached is not None and cached.group is not None and cached.group.members else None
+    return replace(
+        state,
+        cached=cached,
+        last_group=group or state.last_group,
+        has_lost_data=has_lost_data,
+        status=status,
+        observed=observed,
+    )
 
 
 def _leave_ended_job(state: AgentState, result: Result) -> Leaving:

@@ -1,9 +1,11 @@
-"""The last checkpoint: before a job's last agent leaves, it saves the snapshot in its memory.
+"""The last checkpoint: before the last node that holds the training's state leaves, its agent saves it.
 
 An agent that was asked to leave first lets the ranks save in a handoff. Ranks that evaluate or compile do not take part
-in time, and ranks that got the signal themselves have ended. Then only the agents' memory has the newest steps. If
-other nodes stay, they go on from their copies. If none stays, the leading agent lets a process write a checkpoint from
-its own copy, once its workers are gone, and leaves when that checkpoint is committed, or could not be.
+in time, and ranks that got the signal themselves have ended. Then only the agents' memory has the newest steps. If a
+member of that group stays, the job goes on from its copies. If none stays, an agent lets a process write a checkpoint
+from its own copy, once its workers are gone, and leaves when that checkpoint is committed, or could not be. It is the
+leading agent, which knows who stays; or else, after the group was replaced by one without members, the agent of rank 0.
+If they are two, the fence lets one of the checkpoints through.
 
 It commits through the fence, like a rank. This is possible while the group that made the steps is current, and after it
 was replaced by a group without members, since then nobody has gone on from another state.
@@ -14,66 +16,89 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.core import effects as fx
-from agent.core.lineage import choose
+from agent.core.lineage import as_begun, choose
 from agent.core.reasons import AskedToEnd
 
 if TYPE_CHECKING:
-    from agent.core.model import Checkpoint, ClusterView, Identity, StateId
     from agent.core.state import AgentState
 
+_WRITE_WITHIN_S = 600.0
+"""How long the checkpoint may take until it is on disk: the disk may hang."""
 _COMMIT_LEASES = 2.0
 """How long to wait for the commit, in leases: if etcd does not answer within the first, the agent has lost its own."""
 
 
-def decide(state: AgentState) -> fx.SaveSnapshot | None:
+def decide(state: AgentState, now: float) -> fx.SaveSnapshot | None:
     """Return the order to save what this agent's memory holds. None: there is nothing to save, or not yet."""
     view = state.view
-    if state.saving is not None or state.workers.is_alive or view is None or view.group is None or not _is_last(state):
+    if state.saving is not None or state.workers.is_alive or not _is_view_current(state) or not _may_save(state, now):
+        return None
+    if view is None or view.group is None or view.restore_point is None or view.spec is None:
         return None
     committed = view.checkpoint.value if view.checkpoint is not None else None
-    copy = _unsaved_copy(state, view, committed)
-    return fx.SaveSnapshot(copy, view.group.value.number, committed) if copy is not None else None
+    begun = as_begun(view.restore_point.value, committed)
+    copy = choose([state.copies], begun, committed, view.spec.value.run)
+    if copy is None or (committed is not None and copy == committed.copy):
+        return None
+    return fx.SaveSnapshot(copy, view.group.value.number, committed)
 
 
 def is_awaited(state: AgentState, now: float) -> bool:
     """Whether this agent stays until what its memory holds is saved."""
-    if not _is_last(state):
+    if state.saving is not None:
+        until = give_up_at(state)
+        is_hurried = state.leaving is not None and state.leaving.is_hurried
+        return not state.is_save_over and not is_hurried and (until is None or now < until)
+    if not _may_save(state, now):
         return False
     if state.workers.is_alive:  # until they are gone, their snapshots do not count
         return not state.workers.is_stuck
-    until = give_up_at(state)
-    return state.saving is not None and not state.is_save_over and (until is None or now < until)
+    return not _is_view_current(state)
 
 
 def give_up_at(state: AgentState) -> float | None:
-    """Return when the commit of the last checkpoint is waited for no longer. None: it was not asked for."""
-    if state.saving is None or state.asked is None or state.asked.checkpoint.copy != state.saving:
+    """Return when the last checkpoint is waited for no longer. None: none is being written."""
+    if state.saving is None:
         return None
+    if state.asked is None or state.asked.checkpoint.copy != state.saving:
+        return state.saving_since + _WRITE_WITHIN_S
     return state.asked_at + _COMMIT_LEASES * state.policy.lease_ttl_s
 
 
-def _is_last(state: AgentState) -> bool:
-    """Whether this agent was asked to leave, nobody stays, and what it holds can be committed."""
+def _is_view_current(state: AgentState) -> bool:
+    """Whether the view includes what this agent has written: perhaps a checkpoint of a rank is being committed."""
+    is_read = state.view is not None and state.view.revision >= state.settled_revision
+    return is_read and state.pending is None and not state.must_refresh
+
+
+def _may_save(state: AgentState, now: float) -> bool:
+    """Whether this agent was asked to leave, nobody stays who holds the state, and it can commit what it holds."""
     view, leaving = state.view, state.leaving
     if leaving is None or leaving.is_hurried or not isinstance(leaving.reason, AskedToEnd):
         return False
-    if view is None or not state.is_leader or not view.is_whole or view.result is not None or state.has_lost_data:
+    if state.is_store_lost or state.has_lost_data or state.lease_until is None or now >= state.lease_until:
         return False
-    if view.group is None or view.restore_point is None:
+    if view is None or view.group is None or view.restore_point is None or view.result is not None:
         return False
     group = view.group.value
-    is_settled = not group.members or view.restore_point.value.group == group.number
-    return is_settled and not does_anybody_stay(view, state.identity)
+    if state.is_leader and view.is_whole:
+        is_settled = not group.members or view.restore_point.value.group == group.number
+        return is_settled and not does_a_holder_stay(state)
+    has_rank_0 = state.workers.group == view.restore_point.value.group and state.workers.first_rank == 0
+    return not group.members and has_rank_0
 
 
-def does_anybody_stay(view: ClusterView, me: Identity) -> bool:
-    """Return whether another node is here that was not asked to leave."""
-    return any(node.value.identity != me and not node.value.is_draining for node in view.nodes)
+def does_a_holder_stay(state: AgentState) -> bool:
+    """Return whether a member of the last group that trained is here that was not asked to leave, as a leader sees it.
 
-
-def _unsaved_copy(state: AgentState, view: ClusterView, committed: Checkpoint | None) -> StateId | None:
-    """Return the newest copy that is complete here, if it is newer than the committed checkpoint."""
-    if view.restore_point is None or view.spec is None:
-        return None
-    copy = choose([state.copies], view.restore_point.value, committed, view.spec.value.run)
-    return copy if committed is None or copy != committed.copy else None
+    Of a group that this agent has not seen, every node counts as a member.
+    """
+    view = state.view
+    last = state.last_group
+    holders = None if last is None else {member.identity for member in last.members}
+    return any(
+        node.value.identity != state.identity
+        and not node.value.is_draining
+        and (holders is None or node.value.identity in holders)
+        for node in (view.nodes if view is not None else ())
+    )

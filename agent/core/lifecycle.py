@@ -178,9 +178,9 @@ def _decide_verdict(state: AgentState, now: float) -> tuple[AgentState, Effects]
     return (replace(state, asked=None), (settled,)) if isinstance(settled, fx.AnswerPublish) else (state, ())
 
 
-def _decide_last_checkpoint(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
-    save = last_checkpoint.decide(state)
-    return (state, ()) if save is None else (replace(state, saving=save.copy), (save,))
+def _decide_last_checkpoint(state: AgentState, now: float) -> tuple[AgentState, Effects]:
+    save = last_checkpoint.decide(state, now)
+    return (state, ()) if save is None else (replace(state, saving=save.copy, saving_since=now), (save,))
 
 
 def _settle(state: AgentState, now: float) -> fence.Settled:
@@ -360,11 +360,12 @@ def _decide_exit(state: AgentState) -> Effects:
 
 
 def _unsaved_steps(state: AgentState) -> UnsavedSteps | None:
-    """The steps that no checkpoint has, if nobody stays in a job that has not ended."""
+    """The steps that no checkpoint has, if this node is the last one that could save them in a job that goes on."""
     view, cached = state.view, state.cached
-    if view is None or cached is None or not view.is_whole or view.result is not None:
+    if view is None or cached is None or view.result is not None:
         return None
-    if last_checkpoint.does_anybody_stay(view, state.identity):
+    is_alone = view.is_whole and not any(node.value.identity != state.identity for node in view.nodes)
+    if not is_alone and state.saving is None:
         return None
     saved = cached.checkpoint.copy.step if cached.checkpoint is not None else 0
     held = max((each.copy.step for each in state.copies if each.copy.run == cached.spec.run), default=0)

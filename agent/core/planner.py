@@ -45,7 +45,7 @@ from agent.core.budget import EARLY_S, agent_exit_code, back_off_s, counts, is_o
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
-from agent.core.handoff import PlannedChange, are_ranks_quiesced
+from agent.core.handoff import PlannedChange, are_ranks_quiesced, can_hand_off
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
 from agent.core.model import CachedRecords, Cause, ClusterView, Failure, Group, Identity, Member, Policy, Stored
 from agent.core.neighbours import silent_members
@@ -79,6 +79,8 @@ _SETTLE_WINDOWS = 5
 _NO_RESTART_WITHIN_S = 5.0
 """How long after one rank the others may ask for no restart, too. Until then it is not known if one node alone does."""
 _WARM_WITHIN_S = 60.0
+_LEAVE_WITHIN_S = 60.0
+"""How long the next group waits for nodes that were asked to leave."""
 """How long a growth waits for standby processes, from when it was first possible."""
 
 
@@ -177,11 +179,18 @@ class _Planner(PartitionView):
             return self.paused()
         members = self.lineup(self.spec.np_max)
         need = required(self.spec, self.group)
+        until = self.seen.group_since + _LEAVE_WITHIN_S
+        if self.group is not None and self.group.cause == "drain" and self.now < until and self._leaving():
+            return Plan(None, Waiting(what="leave", node_ids=self._leaving()), until)
         if len(members) >= self.spec.np_max:
             return self.form(members, "start", self._there(members, is_all=True))
         if len(members) >= need:
             return self._settle(members)
         return self._wait_for_nodes(members, need)
+
+    def _leaving(self) -> NodeIds:
+        """The nodes that were asked to leave and are still here, perhaps because they save what their memory holds."""
+        return tuple(sorted(node.value.node_id for node in self.view.nodes if node.value.is_draining))
 
     def _settle(self, members: tuple[Member, ...]) -> Plan:
         until = min(
@@ -373,7 +382,15 @@ class _Planner(PartitionView):
     def _drain(self, group: Group, reason: GroupReason) -> Plan:
         members = self.lineup(self.spec.np_max)
         # With too few nodes left it is a wait, but still a drain: no rank hangs, so workers get time to end.
-        return self.change(group, members if len(members) >= required(self.spec, group) else (), "drain", reason)
+        members = members if len(members) >= required(self.spec, group) else ()
+        awaited = self.awaited(group, PlannedChange("drain", reason, members))
+        if awaited is not None:
+            return awaited
+        stays = {member.identity for member in members} & {member.identity for member in group.members}
+        is_saved = are_ranks_quiesced(self.seen.handoff_progress, self.policy, self.now)
+        if not stays and not is_saved and self._leaving() and can_hand_off(group, self.view):
+            members = ()  # those that leave save what their memory holds, before others go on
+        return self.form(members, "drain", reason)
 
     def _fit(self, group: Group) -> Plan:
         size, goal = len(group.members), self.spec.np_max

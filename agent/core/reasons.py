@@ -207,11 +207,14 @@ class Finishing(_Reason, frozen=True, kw_only=True, tag="finishing"):
 class Waiting(_Reason, frozen=True, kw_only=True, tag="waiting"):
     """A decision waits."""
 
-    what: Literal["nodes", "return", "lease", "same error", "retry", "warm", "inventory", "checkpoint", "handoff"]
-    """`nodes`: more nodes may arrive in a moment. `return`: these nodes may return after an outage of etcd. `lease`: a
-    lease may end and show the cause. `same error`: ranks of these nodes may fail by the same error. `retry`: the time
-    between two tries has not passed. `warm`: these nodes prepare standby processes. `inventory`: these nodes have not
-    reported their snapshots. `checkpoint`: only this node has the checkpoint. `handoff`: the ranks are to stop."""
+    what: Literal[
+        "nodes", "return", "leave", "lease", "same error", "retry", "warm", "inventory", "checkpoint", "handoff"
+    ]
+    """`nodes`: more nodes may arrive in a moment. `return`: these nodes may return after an outage of etcd. `leave`:
+    these nodes were asked to leave, and may be saving what their memory holds. `lease`: a lease may end and show the
+    cause. `same error`: ranks of these nodes may fail by the same error. `retry`: the time between two tries has not
+    passed. `warm`: these nodes prepare standby processes. `inventory`: these nodes have not reported their snapshots.
+    `checkpoint`: only this node has the checkpoint. `handoff`: the ranks are to stop."""
     node_ids: NodeIds = ()
     because: GroupReason | Training | None = None
     """What was decided, or is the case."""

@@ -93,6 +93,8 @@ class AgentState:
     """Counts the incarnations of this agent. A new one begins when it stops its workers because it is cut off."""
     cached: CachedRecords | None = None
     """The newest spec and other records that were seen. The workers follow these, even if etcd has lost them."""
+    last_group: Group | None = None
+    """The newest group with members that was seen. None: there was none yet."""
     has_lost_data: bool = False
     """etcd shows less than is cached."""
     is_store_lost: bool = False
@@ -126,6 +128,7 @@ class AgentState:
     asked_at: float = 0.0
     saving: StateId | None = None
     """The snapshot from which a last checkpoint is written before this agent leaves. None: there is none."""
+    saving_since: float = 0.0
     is_save_over: bool = False
     """The process that wrote it has ended."""
     outage_ended_at: float | None = None

@@ -77,6 +77,7 @@ _DATA_LOST = {
 _WAITING = {
     "nodes": "{because}; waiting a moment for more",
     "return": "etcd was away; waiting for {names} to return",
+    "leave": "waiting for {names} to leave, and to save what only their memory holds",
     "retry": "{because}{failures}; trying again in a moment",
     "warm": "{because}; waiting for {names} to be warm",
     "inventory": "waiting for {names} to say what can be resumed from",

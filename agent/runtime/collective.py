@@ -197,7 +197,13 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             case fx.AnswerPublish(group, copy, checkpoint, reason):
                 why = describe(reason) if reason is not None else ""
                 self._workers.send_publish_answer(group, copy, checkpoint, why)
-                self._workers.saver.answer(copy, checkpoint, why)
+                is_saved = reason is not None and (reason.why, reason.group, reason.step, reason.save) == (
+                    "committed",
+                    copy.group,
+                    copy.step,
+                    copy.save,
+                )
+                self._workers.saver.answer(copy, checkpoint, why, is_saved=is_saved)
             case fx.SaveSnapshot():
                 self._save_snapshot(effect)
             case fx.SetHangThreshold(after_s):

@@ -196,9 +196,18 @@ def restore_point_answer(restore_point: RestorePoint, memory: Sequence[SnapshotP
     return {"restore_point": {"copy": restore_point.copy, "checkpoint": restore_point.checkpoint, "memory": memory}}
 
 
-def publish_answer(copy: StateId, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:
-    """Answer a request to publish a checkpoint. `checkpoint` is None if it was rejected."""
-    return {"verdict": {"copy": copy, "checkpoint": checkpoint, "reason": reason}}
+def publish_answer(
+    copy: StateId, checkpoint: Checkpoint | None, reason: str, *, is_saved: bool = False
+) -> dict[str, object]:
+    """Answer a request to publish a checkpoint.
+
+    Args:
+        copy: the state that it is of.
+        checkpoint: the checkpoint as committed. None: it is not committed.
+        reason: why it is not.
+        is_saved: another checkpoint of this very state is committed.
+    """
+    return {"verdict": {"copy": copy, "checkpoint": checkpoint, "reason": reason, "is_saved": is_saved}}
 
 
 def leave_answer() -> dict[str, object]:

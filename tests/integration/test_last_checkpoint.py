@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,13 @@ from integration.conftest import PATIENCE_S, Job
 from integration.evaluating_job import STEPS
 from integration.test_snapshots_job import assert_identical, committed, look, steps_of, with_each_step
 
+from agent.core.effects import SaveSnapshot
+from agent.core.model import StateId
 from agent.rehearse.cluster import read_trace, wait_for
+from agent.workers import snapshot_saver
+from agent.workers.reactor import Reactor
+from agent.workers.snapshot_saver import SnapshotSaver
+from agent.workers.snapshot_store import SnapshotStore
 
 EVALUATING = Path(__file__).with_name("evaluating_job.py")
 SHARDED = Path(__file__).with_name("sharded_job.py")
@@ -46,6 +53,58 @@ def test_a_node_that_leaves_during_an_evaluation_saves_the_last_step(job: Make) 
     assert f"resumed at step {STEPS} from" in running.log_text()
     for rank in range(2):
         assert_identical(*(each.directory / f"weights-{rank}.pt" for each in (running, undisturbed)))
+
+
+def test_a_node_with_a_disk_of_its_own_saves_there(job: Make) -> None:
+    """The node of rank 0, whose disk had the checkpoints, is lost before."""
+    running = with_each_step(job, "--handoff_wait=1", "--handoff_timeout=1")
+    command = [str(EVALUATING), str(running.directory), "own"]
+    for name in ("a", "b"):
+        running.start(name, "2", command)
+    for rank in range(2):
+        wait_for((running.directory / f"evaluates-0-{rank}").exists, PATIENCE_S, running.log_text())
+    found = committed(running)
+    assert found is not None
+    assert (found.node, found.copy.step) == (rank_0_of(running), 30)
+    lost, left = ("a", "b") if found.node == "a" else ("b", "a")
+    running.nodes[lost].kill()
+    wait_for(lambda: running.status()["group"] == 2, PATIENCE_S, running.log_text())
+    running.nodes[left].terminate()
+    assert running.nodes[left].wait(PATIENCE_S) == 0
+    saved = committed(running)
+    assert saved is not None
+    assert (saved.node, saved.copy.step) == (left, STEPS), running.log_text()
+    assert (running.directory / f"disk-{left}" / saved.name).is_dir()
+    (running.directory / "hurry").touch()
+    for name in ("a", "b"):
+        running.start(name, "2", command)
+    running.finish()
+    assert f"resumed at step {STEPS} from {running.directory}/disk-{left}" in running.log_text()
+
+
+def rank_0_of(job: Job) -> str:
+    """The node of rank 0."""
+    return str(next(node["node_id"] for node in job.status()["nodes"] if 0 in node["ranks"]))
+
+
+def test_an_agent_does_not_wait_for_a_process_that_cannot_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the disk hangs."""
+    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(snapshot_saver, "_PROGRAM", "sleeper")
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)
+    events: list[object] = []
+    reactor = Reactor("test")
+    saver = SnapshotSaver(SnapshotStore(events.append, lambda _: None), reactor, events.append)
+    saver.begin(SaveSnapshot(StateId(run="r", group=1, step=1), 1, None), {"PYTHONPATH": str(tmp_path)})
+    assert saver._running is not None
+    process = saver._running.process
+    saver.close()
+    reactor.close()
+    assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait(PATIENCE_S)
 
 
 def signal_all(job: Job) -> None:

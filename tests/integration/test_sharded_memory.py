@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ import torch
 from cases import some
 from fake_agent import FakeAgent
 from integration.test_snapshots_runtime import KILLED_AFTER, Memories, Ranks, run
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from trainer_runtime import contract
 from trainer_runtime.snapshot_page import create_memory, read_slots
 
 JOB = str(Path(__file__).with_name("sharded_snapshot_job.py"))
@@ -126,3 +130,30 @@ def test_a_damaged_part_is_taken_from_a_node_that_has_it_and_a_lost_one_ends_the
     ranks = start(tmp_path, [first, second], "fsdp", group=3)
     assert ranks.codes == [1, 1]
     assert first.unreadable == ["the snapshot in memory: no node has the part of rank 1"]
+
+
+def save(memories: Memories, agent: FakeAgent) -> str:
+    """What the process says that saves such memories, as the last agent of a job lets it do."""
+    agent.hold(KILLED_AFTER, memories)
+    channel = agent.theirs.fileno()
+    env = {**os.environ, contract.CHANNEL_FD: str(channel), contract.NODE_ID: "a"}
+    argv = [sys.executable, "-P", "-m", "trainer_runtime.save_snapshot"]
+    done = subprocess.run(argv, env=env, pass_fds=[channel], capture_output=True, text=True, timeout=120, check=False)
+    agent.close()
+    return done.stderr
+
+
+def test_what_agents_hold_is_saved_as_the_ranks_would_save_it(tmp_path: Path, base: Path) -> None:
+    """Plain torch reads it, with all names of tied tensors. What is damaged is not saved."""
+    memories, agent = killed("fsdp", 2, base), FakeAgent()
+    assert not save(memories, agent)
+    (asked,) = agent.asked
+    directory = base / "killed-fsdp-2" / asked["private"].removeprefix(".").rpartition(".")[0]
+    dcp_to_torch_save(directory / "shards", tmp_path / "whole.pt")
+    model = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+    assert model["again.weight"].equal(model["up.weight"])
+    assert {"down.weight", "odd.bias", "scale"} <= model.keys()
+    broken = FakeAgent()
+    assert "the part of rank 1 of step" in save({**memories, 1: damaged(memories[1])}, broken)
+    assert not broken.asked
+    assert broken.damaged == [{"kind": "part", "rank": 1}]

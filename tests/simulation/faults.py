@@ -81,6 +81,7 @@ class Faults:
     def ask_all_to_leave(self) -> None:
         """As before an outage of power. Perhaps the workers get the signal too, or nobody takes a step."""
         cluster, chance = self._cluster, self._chance
+        cluster.run(max(0.0, self._quiet_until - cluster.now))
         are_ranks_signalled, cluster.training.is_held = chance.choice(((False, False), (True, False), (False, True)))
         for agent in self._living:
             agent.saver.is_failing = chance.random() < 0.1

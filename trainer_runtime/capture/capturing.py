@@ -29,13 +29,17 @@ PLACE = "place"
 
 
 class CheckpointPlace(NamedTuple):
-    """Where a run's checkpoints are, and how many are kept."""
+    """Where a run's checkpoints are, as this node sees them, and what they have that a snapshot does not."""
 
     directory: str
-    """Absolute path."""
+    """Absolute path, or a URL."""
     keep: int
     node: str
-    """Id of the node whose own disk has the directory; empty if all nodes see it."""
+    """Id of the node whose own disk has the directory of rank 0; empty if all nodes see it."""
+    has_hooks: bool
+    """The script writes files of its own into each checkpoint."""
+    aliases: list[tuple[list[str], list[str]]]
+    """Further paths of tied tensors among sharded ones, and the path under which each is captured."""
 
 
 class FlatState(NamedTuple):

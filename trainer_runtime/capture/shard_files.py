@@ -131,14 +131,15 @@ def write_list(
     return StoredFile(f"{SHARDS}/{METADATA}", len(data), hashlib.sha256(data).hexdigest()), *stored
 
 
-def write_all(shard_dir: Path, captured: Sequence[Captured]) -> tuple[StoredFile, ...]:
+def write_all(
+    shard_dir: Path, captured: Sequence[Captured], aliases: Mapping[TensorPath, TensorPath]
+) -> tuple[StoredFile, ...]:
     """Write the blocks that all ranks held durably into a new directory, each once; return the files with checksums.
-
-    The list has tied tensors under one of their names.
 
     Args:
         shard_dir: directory to create.
         captured: what each rank held, in rank order.
+        aliases: as for `write_list`.
 
     Raises:
         OSError: they could not be written, or the blocks do not make up a tensor.
@@ -154,7 +155,7 @@ def write_all(shard_dir: Path, captured: Sequence[Captured]) -> tuple[StoredFile
                 written.add((path, place))
                 blocks[path] = place, tensor
         files.append(write_blocks(shard_dir, rank, blocks, [path for path, _, _ in held]))
-    return write_list(shard_dir, files, {})
+    return write_list(shard_dir, files, aliases)
 
 
 def load_files(objects: ShardedObjects, shard_dir: Path, plain: dict[str, Any]) -> None:
