@@ -30,14 +30,14 @@ _COMMIT_LEASES = 2.0
 
 def decide(state: AgentState, now: float) -> fx.SaveSnapshot | None:
     """Return the order to save what this agent's memory holds. None: there is nothing to save, or not yet."""
-    view = state.view
+    view, cached = state.view, state.cached
     if state.saving is not None or state.workers.is_alive or not _is_view_current(state) or not _may_save(state, now):
         return None
-    if view is None or view.group is None or view.restore_point is None or view.spec is None:
-        return None
+    assert view is not None and cached is not None  # noqa: S101, PT018 - checked above, as the next line
+    assert view.group is not None and view.restore_point is not None  # noqa: S101, PT018
     committed = view.checkpoint.value if view.checkpoint is not None else None
     begun = as_begun(view.restore_point.value, committed)
-    copy = choose([state.copies], begun, committed, view.spec.value.run)
+    copy = choose([state.copies], begun, committed, cached.spec.run)
     if copy is None or (committed is not None and copy == committed.copy):
         return None
     return fx.SaveSnapshot(copy, view.group.value.number, committed)

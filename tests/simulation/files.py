@@ -197,7 +197,7 @@ class LastSaver:
             return
         self._asked = None
         if verdict.checkpoint is None:
-            files.delete(asked.private)
+            files.names.pop(asked.private, None)  # the final name may be that of another agent's checkpoint
         else:
             files.rename(asked.private)
             for private in asked.superseded:
