@@ -219,6 +219,12 @@ def unflatten(data: mmap.mmap | memoryview) -> Any:  # noqa: ANN401 - any state
     return put_together(containers, leaves)
 
 
+def ends_of(data: memoryview) -> tuple[int, int]:
+    """Return where the description of a flattened state ends, and where its values begin: offsets in bytes."""
+    described_bytes, _, values_at = _HEAD.unpack_from(data)
+    return _HEAD.size + described_bytes, values_at
+
+
 def _read(pickled: bytes | memoryview) -> Any:  # noqa: ANN401 - any state
     before, after = _frame()
     return torch.load(io.BytesIO(b"".join((before, pickled, after))), weights_only=True)

@@ -2,8 +2,8 @@
 
 Each rank asks its own agent which pieces its node holds. The common part is taken from there; nodes that lack it
 receive it from the lowest rank that has it, once each. A rank's own part is usually there too; otherwise a node that
-holds it posts it to the rank store. What a rank holds of sharded objects is in its part; nodes whose ranks need parts
-that they lack receive them in the same way. A piece with a wrong checksum is treated as missing.
+holds it posts it to the rank store. What a rank holds of sharded objects is in its part; ranks that need bytes of
+parts which their node lacks fetch those bytes (`part_ranges.py`). A piece with a wrong checksum is treated as missing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trainer_runtime.dist import world_size as present_size
 from trainer_runtime.flat import Flattener, unflatten
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.node_memory import NodeMemory
+from trainer_runtime.part_ranges import fetch
 from trainer_runtime.sharing import spread
 from trainer_runtime.snapshot_sum import piece_sum
 
@@ -70,7 +71,7 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
     if contents.shards is not None:
         gathering = contents.shards.gather()
-        content[SHARDED] = _gather(channel, gathering, local.parts, sizes[source])
+        content[SHARDED] = _gather(channel, messages, gathering, local.parts, sizes[source])
     return content  # type: ignore[no-any-return] # a dictionary that Saver made
 
 
@@ -145,39 +146,56 @@ def _part(data: memoryview | None) -> dict[str, Any]:
 
 
 def _gather(
-    channel: AgentChannel, gathering: Gathering, local: dict[int, memoryview], old_world_size: int
+    channel: AgentChannel,
+    messages: RankMessages,
+    gathering: Gathering,
+    local: dict[int, memoryview],
+    old_world_size: int,
 ) -> dict[str, Any]:
     """Return what this rank holds of sharded objects from now on; a collective.
 
-    If the world size is unchanged, this is usually what the rank of this number held. Otherwise the parts of all ranks
-    are gone through.
+    If the world size is unchanged, this is usually what the rank of this number held. Otherwise the parts of this node
+    are gone through, and what is still missing is fetched from those of other nodes.
 
     Raises:
         ValueError, PeerError: they do not fit the objects.
         SystemExit: as `read_from_memory`.
     """
     if old_world_size == present_size():
-        _gather_from(channel, gathering, local, [each == rank() for each in range(old_world_size)])
+        do_on_all(partial(_add, gathering, local.get(rank())))
+    do_on_all(partial(_add_all, gathering, local))
     (incomplete,) = sum_over_ranks(not gathering.is_complete)
     if incomplete:
-        _gather_from(channel, gathering, local, [not gathering.is_complete] * old_world_size)
+        holders = _holders(channel, gathering, local, old_world_size)
+        fetched = fetch(messages, gathering, local, holders)
+        if is_main():
+            warn(f"{fetched} bytes of sharded tensors came from other nodes' memory")
     result: dict[str, Any] = {}
     do_on_all(lambda: result.update(gathering.result()))
     return result
 
 
-def _gather_from(channel: AgentChannel, gathering: Gathering, local: dict[int, memoryview], needed: list[bool]) -> None:
-    """Add the parts of the ranks for which `needed` is true; a collective in which each rank may need others."""
-    size, world = len(needed), present_size()
-    wanting = sum_over_ranks(*(needed[each] and each not in local for each in range(size)))
-    for each in range(size):
-        data = local.get(each)
-        if wanting[each]:
-            holders = sum_over_ranks(*(has == rank() and each in local for has in range(world)))
-            if not any(holders):
-                _exit_unreadable(channel, f"the part of rank {each}")
-            data = _receive(data, holders.index(1), is_wanted=needed[each] and data is None)
-        do_on_all(partial(_add, gathering, data if needed[each] else None))
+def _holders(
+    channel: AgentChannel, gathering: Gathering, local: dict[int, memoryview], old_world_size: int
+) -> dict[int, int]:
+    """Return, of each part that some rank may need, the lowest rank that has it; a collective."""
+    size, world = old_world_size, present_size()
+    wanting = sum_over_ranks(*(not gathering.is_complete and each not in local for each in range(size)))
+    needed = [each for each in range(size) if wanting[each]]
+    having = sum_over_ranks(*(has == rank() and each in local for each in needed for has in range(world)))
+    holders = {}
+    for place, each in enumerate(needed):
+        ranks = [has for has in range(world) if having[place * world + has]]
+        if not ranks:
+            _exit_unreadable(channel, f"the part of rank {each}")
+        holders[each] = ranks[0]
+    return holders
+
+
+def _add_all(gathering: Gathering, local: dict[int, memoryview]) -> None:
+    for each in sorted(local):
+        if not gathering.is_complete:
+            _add(gathering, local[each])
 
 
 def _add(gathering: Gathering, data: memoryview | None) -> None:

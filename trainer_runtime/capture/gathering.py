@@ -84,6 +84,18 @@ class Gathering:
         """
         return path not in self._aliases and self._filling(path, shape).wants(place, sizes)
 
+    def needed_rows(
+        self, path: TensorPath, shape: tuple[int, ...], place: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> tuple[int, int]:
+        """Return the first row of a block that has something that is missing, and the number of such rows.
+
+        Of a number without dimensions, the one row is itself.
+
+        Raises:
+            ValueError: as `add_block`.
+        """
+        return (0, 0) if path in self._aliases else self._filling(path, shape).needed_rows(place, sizes)
+
     def add_block(self, path: TensorPath, place: Place, found: torch.Tensor) -> None:
         """Take what is needed from a block.
 
@@ -175,6 +187,19 @@ class _Filling:
         ends = zip(offsets, sizes, wanted.offsets, wanted.sizes, strict=True)
         overlaps = all(at < to + length and to < at + size for at, size, to, length in ends)
         return not self.is_complete and (overlaps or self._filled is None) and (offsets, sizes) not in self._seen
+
+    def needed_rows(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
+        """Return the first needed row of a block, and the number of rows."""
+        wanted = self._wanted
+        if not self.wants(offsets, sizes):
+            return 0, 0
+        if not sizes:
+            return 0, 1
+        begins = [max(at, to) for at, to in zip(offsets, wanted.offsets, strict=True)]
+        ends = [min(at + size, to + length) for at, size, to, length in zip(offsets, sizes, *wanted[1:], strict=True)]
+        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+            return 0, 0  # it is added for its type only
+        return begins[0] - offsets[0], ends[0] - begins[0]
 
     def add(self, offsets: tuple[int, ...], found: torch.Tensor) -> None:
         wanted, seen = self._wanted, (offsets, tuple(found.shape))
