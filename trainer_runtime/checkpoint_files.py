@@ -18,6 +18,7 @@ import torch
 from trainer_runtime.checkpoint import MANIFEST_BYTES, CheckpointError, read_file, warn
 from trainer_runtime.manifest import EXTRA, MANIFEST, STATE, StoredFile, final_name
 from trainer_runtime.object_store import (
+    UnclearError,
     delete_object,
     delete_objects,
     is_remote,
@@ -91,11 +92,8 @@ def call_hooks(checkpoint_dir: Path, hooks: Sequence[Callable[[Path], object]]) 
 
 
 def seal(checkpoint_dir: Path, extra: Path | None) -> tuple[StoredFile, ...]:
-    """Make the files that hooks wrote into this directory durable, as `extra` of the checkpoint; return their entries.
-
-    A directory outside of the checkpoint's is deleted.
-    """
-    if extra is None:
+    """Make the files that hooks wrote durable, as `extra` of the checkpoint; return their entries."""
+    if extra is None or not extra.exists():
         return ()
     paths = sorted(extra.rglob("*"))
     entries = {path: f"{EXTRA}/{path.relative_to(extra).as_posix()}" for path in paths if path.is_file()}
@@ -105,10 +103,7 @@ def seal(checkpoint_dir: Path, extra: Path | None) -> tuple[StoredFile, ...]:
     else:
         for directory in (extra, *(path for path in paths if path.is_dir())):
             sync_directory(directory)
-    stored = tuple(StoredFile(name, *_sync_and_hash(path)) for path, name in entries.items())
-    if is_remote(checkpoint_dir):
-        shutil.rmtree(extra, ignore_errors=True)
-    return stored
+    return tuple(StoredFile(name, *_sync_and_hash(path)) for path, name in entries.items())
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -143,10 +138,15 @@ def delete_checkpoint(checkpoint_dir: Path) -> None:
 def require_unused(path: Path) -> None:
     """Raise CheckpointError if a checkpoint's final name is in use. In an object store the commit notices that."""
     if not is_remote(path) and path.exists():
-        raise CheckpointError(
-            f"wanted to write {path}, which exists; a checkpoint's name is never used twice: "
-            "start every group of a run under a number of its own"
-        )
+        raise name_in_use(path)
+
+
+def name_in_use(path: Path) -> CheckpointError:
+    """Return the error that a checkpoint's final name is in use."""
+    return CheckpointError(
+        f"wanted to write {path}, which exists; a checkpoint's name is never used twice: "
+        "start every group of a run under a number of its own"
+    )
 
 
 @contextlib.contextmanager
@@ -158,7 +158,8 @@ def removed_on_error(private: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             name = final_name(private.name)
             error.add_note(f"checkpoint {name} was NOT written in {private.parent}; the older ones are untouched")
-        remove_tree(private)  # the original error is the one to report
+        if not isinstance(error, UnclearError):
+            remove_tree(private)  # the original error is the one to report
         raise
 
 

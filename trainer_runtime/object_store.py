@@ -13,25 +13,41 @@ only if there is none (`If-None-Match: *`), stands for the rename:
 | `{stem}/manifest.json` | a copy of the manifest, whose field `private` leads to the files |
 
 What an upload leaves behind that was broken off is aborted; if its process is killed, only a rule of the bucket removes
-it. Errors of the client libraries become OSErrors, so that a failure to write ends no training.
+it. Errors of the client libraries become OSErrors, so that a failure to write ends no training. If the answer to a
+commit is lost, the copy of the manifest is read back; if that fails as well, the files stay.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
+import re
 import shutil
+import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self, cast
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _PART_BYTES = 64 << 20
 """Size of the parts of an upload. A store accepts 10,000 of them, so a file may have 640 GB."""
 
-_FILE_URL = "file://"
+_FILE_URLS = ("file://", "local://")
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+"""What `Path` makes of a URL."""
+
+_S3_CONFIG = {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 1}}
+"""Options of botocore, durations in seconds. By default a store that does not answer is waited for much longer."""
+_TRIES = 3
+"""Tries of s3fs for each request."""
+
+
+class UnclearError(OSError):
+    """It is not known whether an object was written, so nothing that it refers to may be deleted."""
 
 
 def open_place(where: str | os.PathLike[str]) -> Path:
@@ -41,24 +57,46 @@ def open_place(where: str | os.PathLike[str]) -> Path:
         where: a path, or a URL.
 
     Raises:
-        ValueError: no installed package knows this kind of URL; the message says which one is missing.
+        ValueError: it is no URL that can be used; or no installed package knows its kind, which the message names.
     """
+    if not isinstance(where, str | Path) and hasattr(where, "fs"):  # a UPath, which may have options
+        return cast("Path", where)
     text = str(where)
+    require_place(text)
     if "://" not in text:
         return Path(where)
-    if text.startswith(_FILE_URL):
-        return Path(text.removeprefix(_FILE_URL))
+    for scheme in _FILE_URLS:
+        if text.startswith(scheme):
+            return Path(text.removeprefix(scheme))
     try:
         from upath import UPath  # noqa: PLC0415 - takes a while, and only object stores need it
 
+        options: dict[str, Any] = {"config_kwargs": _S3_CONFIG} if text.startswith("s3://") else {}
         # Listings change: other processes write there.
-        place = UPath(text, use_listings_cache=False)
-        _ = place.fs
+        place = UPath(text, use_listings_cache=False, **options)
+        if hasattr(place.fs, "retries"):
+            place.fs.retries = _TRIES
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"{text} cannot be used for checkpoints: {error}; install what reads it: pip install 'elastic-agent[cloud]'"
         ) from None
+    except OSError as error:
+        raise ValueError(f"{text} cannot be used for checkpoints: {error}") from error
     return cast("Path", place)
+
+
+def require_place(text: str) -> None:
+    """Raise ValueError if a text is neither a path nor a URL of a place for checkpoints."""
+    if _BROKEN_URL.match(text):
+        raise ValueError(f"wanted a path or a URL as s3://bucket/name, got {text!r}; a URL is a str, not a Path")
+    if "://" not in text:
+        return
+    parts = urlsplit(text)
+    if parts.password is not None:
+        shown = text.replace(f":{parts.password}@", ":...@")
+        raise ValueError(f"wanted a URL without a password, got {shown!r}; give credentials by the environment")
+    if not (parts.netloc or parts.path.strip("/")):
+        raise ValueError(f"wanted a URL as s3://bucket/name, got {text!r}")
 
 
 def is_remote(path: Path) -> bool:
@@ -76,7 +114,7 @@ def remote_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         if not is_remote(path):
             raise
-        reason = (str(error).splitlines() or [""])[0]
+        reason = " ".join(str(error).split())
         raise OSError(errno.EIO, f"{type(error).__name__}: {reason}", str(path)) from error
 
 
@@ -112,8 +150,11 @@ class _Upload:
             self._file = _fs(path).open(_key(path), "wb", block_size=_PART_BYTES)
 
     def write(self, data: bytes) -> int:
+        whole = memoryview(data)
         with remote_errors(self._path):
-            return int(self._file.write(data))
+            for at in range(0, len(whole), _PART_BYTES):  # it is kept in memory until a part is full
+                self._file.write(whole[at : at + _PART_BYTES])
+        return len(whole)
 
     def flush(self) -> None:
         """Do nothing: a part is sent when it is full."""
@@ -177,7 +218,22 @@ def list_names(directory: Path) -> list[str]:
     if not is_remote(directory):
         return [path.name for path in directory.iterdir()]
     with remote_errors(directory):
-        return [str(name).rstrip("/").rpartition("/")[2] for name in _fs(directory).ls(_key(directory), detail=False)]
+        try:
+            names = _fs(directory).ls(_key(directory), detail=False)
+        except FileNotFoundError:
+            bucket = _key(directory).lstrip("/").partition("/")[0]
+            if not _fs(directory).exists(bucket):
+                raise OSError(errno.ENXIO, f"there is no bucket {bucket}, or it may not be seen") from None
+            raise
+    return [str(name).rstrip("/").rpartition("/")[2] for name in names]
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a file or directory, or an object of this name or below it."""
+    if not is_remote(path):
+        return path.exists()
+    with remote_errors(path):
+        return bool(_fs(path).exists(_key(path)))
 
 
 def size_of(path: Path) -> int:
@@ -214,25 +270,41 @@ def delete_objects(path: Path) -> None:
 
 
 def put_new(path: Path, data: bytes) -> None:
-    """Write an object unless there is one.
+    """Write an object unless there is one. If there is one with this content, an earlier try has written it.
 
     Raises:
-        FileExistsError: there is one.
+        FileExistsError: there is another one.
+        UnclearError: it may have been written.
         OSError: it could not be written.
     """
     try:
         with remote_errors(path):
             _fs(path).pipe_file(_key(path), data, mode="create")
-    except OSError:
-        if path.exists():
+    except OSError as error:
+        try:
+            with remote_errors(path):
+                found = bytes(_fs(path).cat_file(_key(path)))
+        except FileNotFoundError:
+            raise error from None
+        except OSError:
+            raise UnclearError(errno.EIO, f"it is not known whether it was written: {error}", str(path)) from error
+        if found != data:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        raise
 
 
 def delete_object(path: Path) -> None:
     """Delete an object, if it exists."""
     with suppress(FileNotFoundError), remote_errors(path):
         _fs(path).rm_file(_key(path))
+
+
+def call_at_exit(directory: Path, call: Callable[[], None]) -> None:
+    """Call a function as the process ends. For an object store, while its client can still open connections."""
+    register = getattr(threading, "_register_atexit", None)
+    if is_remote(directory) and register is not None:
+        register(call)
+    else:
+        atexit.register(call)
 
 
 def download(source: Path, target: Path) -> None:

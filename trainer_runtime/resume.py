@@ -39,7 +39,7 @@ from trainer_runtime.checkpoint import (
 from trainer_runtime.checkpoint_files import rename_to_final
 from trainer_runtime.dist import is_main
 from trainer_runtime.manifest import EXTRA, MANIFEST, final_name
-from trainer_runtime.object_store import download, is_remote
+from trainer_runtime.object_store import download, exists, is_remote
 from trainer_runtime.record import CommittedCheckpoint, StateId
 from trainer_runtime.sharing import Shared
 from trainer_runtime.writer import Writer
@@ -129,7 +129,7 @@ class DirectoryOpener:
             return
         warn(f"resumed at step {step} from {self._directory / self._found.stem}")
         extra = files_of(self._directory, self._found) / EXTRA
-        if not hooks or not extra.exists():
+        if not hooks or not exists(extra):
             return
         with tempfile.TemporaryDirectory(prefix="trainer_runtime-") as copy:
             if is_remote(extra):
@@ -291,7 +291,7 @@ def _read_committed(directory: Path, committed: CommittedCheckpoint) -> FoundChe
 
 def _complete(directory: Path, name: str, private: str) -> None:
     """Rename the checkpoint if the publisher did not. Two processes that do so at once do no harm."""
-    if (directory / name / MANIFEST).exists() if is_remote(directory) else (directory / name).exists():
+    if exists(directory / name / MANIFEST if is_remote(directory) else directory / name):
         return
     with suppress(FileNotFoundError, FileExistsError):
         rename_to_final(directory / private)

@@ -17,22 +17,24 @@ A writer deletes only checkpoints that its committed record lists as superseded,
 manifests list. It never deletes what it merely finds in the directory: another run may be at work there, or a group
 that does not know yet that it is no longer the current one. A name that was listed as superseded is never used again,
 so a writer that was stopped for an hour does no harm when it continues. It deletes the private name before the final
-one: the rename leads from the first to the second, so no checkpoint escapes.
+one: the rename leads from the first to the second, so no checkpoint escapes. In an object store, where nothing is
+renamed, it deletes the final name first, which leads to the files.
 
 Nobody deletes the private directories of writers that were killed before the commit.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import hashlib
 import resource
+import shutil
 import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer_runtime.agent_channel import AgentGoneError
@@ -41,6 +43,7 @@ from trainer_runtime.checkpoint_files import (
     call_hooks,
     delete_superseded,
     exists,
+    name_in_use,
     removed_on_error,
     rename_committed,
     rename_to_final,
@@ -52,7 +55,7 @@ from trainer_runtime.checkpoint_files import (
 )
 from trainer_runtime.contract import MAX_KEEP
 from trainer_runtime.manifest import MANIFEST, SHARDS, Manifest, StoredFile, encode, private_name, stem_of
-from trainer_runtime.object_store import is_remote, make_directory, remove_tree
+from trainer_runtime.object_store import call_at_exit, is_remote, make_directory, remove_tree
 from trainer_runtime.rank_messages import NoMessageError
 from trainer_runtime.record import CommittedCheckpoint, StateId
 from trainer_runtime.snapshot_copy import ChangedError
@@ -71,9 +74,6 @@ SAVE_ERRORS = (OSError, NoMessageError, ChangedError)
 
 _VERDICT_WAIT_S = 1.0
 """Seconds to wait for a verdict. A commit takes milliseconds; if it takes longer than this, it may take an hour."""
-
-_UPLOAD_WAIT_S = 1.0
-"""Seconds that a save waits until the one before is in the object store."""
 
 _EXIT_WITHIN_S = 10.0
 """Seconds that the end of the script waits for a checkpoint that is being written."""
@@ -157,7 +157,7 @@ class Writer:
         self._awaits_verdict = False
         self._verdict_due = 0.0
         self._outcome: bool | Exception = True
-        atexit.register(_finish_at_exit, weakref.ref(self))
+        call_at_exit(directory, partial(_finish_at_exit, weakref.ref(self)))
 
     def write(
         self,
@@ -211,7 +211,11 @@ class Writer:
             with removed_on_error(private):
                 make_directory(private)
                 extra = call_hooks(private, hooks)
-                content.prepare(private)
+                try:
+                    content.prepare(private)
+                except BaseException:
+                    self._discard(extra)
+                    raise
         except BaseException:
             content.release()
             raise
@@ -230,10 +234,8 @@ class Writer:
         """
         if self._thread is None:
             return ""
-        if may_skip and is_remote(self._directory):
-            self._thread.join(_UPLOAD_WAIT_S)
-            if self._thread.is_alive() and not self._awaits_verdict:
-                return "is still being written to the object store"
+        if may_skip and is_remote(self._directory) and self._thread.is_alive() and not self._awaits_verdict:
+            return "is still being written to the object store, or older ones are being deleted there"
         self._is_on_disk.wait()
         self._thread.join(max(0.0, self._verdict_due - time.monotonic()))
         if self._thread.is_alive() and not self._awaits_verdict:
@@ -296,7 +298,10 @@ class Writer:
         with removed_on_error(private):
             manifest = self._write_files(private, task)
             if self._channel is None:
-                rename_to_final(private)
+                try:
+                    rename_to_final(private)
+                except FileExistsError as error:
+                    raise name_in_use(private.with_name(task.manifest.stem)) from error
         if self._channel is None:
             self._count(private, task)
             return True
@@ -316,6 +321,7 @@ class Writer:
             task.content.require_unchanged()
         finally:
             task.content.release()  # as large as the model, and the verdict may be an hour away
+            self._discard(task.extra)
         manifest = replace(task.manifest, files=files)
         write_synced(private / MANIFEST, encode(manifest))
         for each in (*([private / SHARDS] if shards else []), private, self._directory):
@@ -346,6 +352,11 @@ class Writer:
             warn(f"step {asked.copy.step} was NOT saved: {verdict.reason}")
         remove_tree(self._directory / asked.private)
         return False
+
+    def _discard(self, extra: Path | None) -> None:
+        """Delete the files that hooks wrote, if they are not in the checkpoint's own directory."""
+        if extra is not None and is_remote(self._directory):
+            shutil.rmtree(extra, ignore_errors=True)
 
     def _count(self, private: Path, task: _Task) -> None:
         """Take over the lists of a checkpoint that has its final name, and delete those that it supersedes."""

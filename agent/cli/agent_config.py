@@ -41,6 +41,7 @@ from agent.web.access import read_token
 from agent.web.address import parse_http
 from agent.workers import devices
 from agent.workers.numa import NumaBinding, bind_ranks
+from trainer_runtime.object_store import require_place
 
 STDIN_SCRIPT = "-"
 """Name of a script that is read from standard input, as for python."""
@@ -222,5 +223,13 @@ def _console(options: dict[str, Any]) -> ConsoleConfig:
 
 
 def _place_of(checkpoint_dir: str) -> str:
-    """Return an absolute path; a URL stays as it is."""
+    """Return an absolute path; a URL stays as it is.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        require_place(checkpoint_dir)
+    except ValueError as error:
+        raise ConfigError(f"--checkpoint_dir: {error}") from None
     return checkpoint_dir if "://" in checkpoint_dir else str(Path(checkpoint_dir).absolute())

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fake_agent import start_without_agent
+from fsspec.spec import AbstractBufferedFile
 from object_stores import BUCKET, ObjectStore, object_store
 
 import trainer_runtime as tr
@@ -95,7 +101,7 @@ def test_of_two_writers_with_one_name_the_first_commits(server: ObjectStore, pla
     writers[0].write(Content({"w": torch.zeros(2)}), step=1, world_size=1, metrics={})
     assert writers[0].finish()
     writers[1].write(Content({"w": torch.ones(2)}), step=1, world_size=1, metrics={})
-    with pytest.raises(FileExistsError):
+    with pytest.raises(CheckpointError, match="which exists; a checkpoint's name is never used twice"):
         writers[1].finish()
     assert len({name.partition("/")[0] for name in keys(server, place)}) == 2, "the second one has left nothing"
     found = checkpoint.find(open_place(place), "us", fresh=False)
@@ -124,12 +130,90 @@ def test_without_the_store_training_goes_on_and_says_so(
     assert Training(place).weights() == training.weights()
 
 
-def test_a_bucket_that_is_not_there_is_named(place: str, capfd: pytest.CaptureFixture[str]) -> None:
-    training = Training(place.replace(BUCKET, "nowhere"))
+def test_a_bucket_that_is_not_there_is_named_at_the_start(place: str) -> None:
+    with pytest.raises(OSError, match="there is no bucket nowhere"):
+        Training(place.replace(BUCKET, "nowhere"))
+
+
+@pytest.mark.parametrize("reads_back", [True, False])
+def test_a_commit_whose_answer_is_lost_keeps_its_files(
+    place: str, monkeypatch: pytest.MonkeyPatch, *, reads_back: bool
+) -> None:
+    """The copy of the manifest has been written. If it can be read back, that is known."""
+    training = Training(place)
     training.train(1)
-    with pytest.raises(OSError, match="does not exist"):
+    fs: Any = open_place(place).fs  # type: ignore[attr-defined] # a UPath
+    pipe, cat = fs.pipe_file, fs.cat_file
+
+    def lose_answer(key: str, data: bytes, **options: object) -> None:
+        pipe(key, data, **options)
+        raise ConnectionError("the answer is lost")
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise ConnectionError("away")
+
+    monkeypatch.setattr(fs, "pipe_file", lose_answer)
+    if not reads_back:
+        monkeypatch.setattr(fs, "cat_file", refuse)
+        with pytest.raises(OSError, match="not known whether it was written"):
+            training.state.save()
+    else:
         training.state.save()
-    assert "step 1 was NOT saved in s3://nowhere/" in capfd.readouterr().err
+    monkeypatch.setattr(fs, "pipe_file", pipe)
+    monkeypatch.setattr(fs, "cat_file", cat)
+    assert Training(place).state.step == 1
+
+
+def test_a_large_state_is_sent_in_parts(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_of, "_PART_BYTES", 5 << 20)
+    longest = 0
+
+    def put(self: AbstractBufferedFile, data: bytes) -> int:
+        nonlocal longest
+        longest = max(longest, len(data))
+        return int(write(self, data))
+
+    write = AbstractBufferedFile.write
+    monkeypatch.setattr(AbstractBufferedFile, "write", put)
+    with new_file(open_place(place) / "large") as file:
+        file.write(bytes(12 << 20))
+    assert longest <= 5 << 20
+    assert store_of.size_of(open_place(place) / "large") == 12 << 20
+
+
+def test_files_of_a_save_that_failed_do_not_stay(
+    server: ObjectStore, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    training = Training(place)
+    training.train(1)
+    server.go_away()
+    try:
+        with pytest.raises(OSError, match="EndpointConnectionError"):
+            training.state.save()
+    finally:
+        server.come_back()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_script_that_ends_after_a_commit_does_not_lose_it(server: ObjectStore, place: str) -> None:
+    """The address is a name, for which the client starts a thread whenever it connects."""
+    script = """
+import torch, trainer_runtime as tr
+tr.init()
+state = tr.State(value=torch.zeros(4), save_every=1)
+state.restore()
+for _ in state.epochs(1):
+    for _ in state.steps(range(9)):
+        state.value += 1
+        state.commit()
+        break
+    break
+"""
+    known = {**server.environment, "ELASTIC_AGENT_CHECKPOINT_DIR": place}
+    known["AWS_ENDPOINT_URL"] = known["AWS_ENDPOINT_URL"].replace("127.0.0.1", "localhost")
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, **known}, check=True, timeout=120)
+    assert any(name.endswith("s000000001/manifest.json") for name in keys(server, place))
 
 
 @pytest.mark.parametrize("what", ["missing", "flipped", "truncated"])
@@ -182,3 +266,16 @@ def test_a_store_that_nothing_here_reads_is_refused_with_what_to_install(url: st
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert open_place(f"file://{tmp_path}") == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (Path("s3://bucket/name"), "got 's3:/bucket/name'; a URL is a str"),
+        ("s3://", "wanted a URL as s3://bucket/name"),
+        ("ftp://me:word@host/x", r"without a password, got 'ftp://me:\.\.\.@host/x'"),
+    ],
+)
+def test_what_is_no_place_is_refused(place: str | Path, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        open_place(place)

@@ -7,10 +7,10 @@ writes its own blocks, waits for the others, and writes the list.
 
 from __future__ import annotations
 
-import atexit
 import io
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from trainer_runtime.capture.shard_files import Entry, ShardFile, write_blocks, 
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.contents import SHARDED
 from trainer_runtime.manifest import SHARDS, StoredFile, require_private_name
-from trainer_runtime.object_store import make_directory
+from trainer_runtime.object_store import call_at_exit, make_directory
 from trainer_runtime.snapshot_copy import ChangedError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ShardWriter:
         self._paths: list[TensorPath] = []
         self._thread: threading.Thread | None = None
         self._is_written = True
-        atexit.register(_finish_at_exit, weakref.ref(self))
+        call_at_exit(directory, partial(_finish_at_exit, weakref.ref(self)))
 
     def begin(self, at: At, stem: str, capture: Capture) -> None:
         """On ranks other than 0: write this rank's blocks, on a thread, where rank 0 proposes. `finish` comes first.
