@@ -13,7 +13,13 @@ import pytest
 import torch
 from cases import some
 from integration.conftest import Job
-from integration.test_snapshots_job import assert_identical, lost_steps, steps_of, with_each_step
+from integration.test_snapshots_job import (
+    assert_identical,
+    away_from_checkpoints,
+    lost_steps,
+    steps_of,
+    with_each_step,
+)
 from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -99,6 +105,8 @@ def test_a_lost_node_leaves_copies_of_its_large_parts_with_the_next_one(job: Mak
     running.wait_for_step(25, world=3)
     running.start("spare", "3", [str(JOB), str(running.directory), "120", "0.15", WIDE])
     wait_for(lambda: len(running.status()["nodes"]) == 4, 60, "the spare")
+    # Else the newest state may be a checkpoint.
+    wait_for(lambda: away_from_checkpoints(read_trace(running.trace)[-1]), 60, "a step between two checkpoints")
     running.nodes["b"].kill()
     group = running.wait_for_step(1, after_group=1, world=3)
     assert lost_steps(running, group) <= LEAST_INTERVAL + 1, running.log_text()
