@@ -26,7 +26,8 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
     A record in a view may be older than the one in etcd, but never newer, and records never go back. So if this view
     makes the commit impossible, it stays impossible, and a write that is based on an old record is refused. But our
     write may have been applied just before. So a newer group is a refusal only in a view that is complete up to that
-    group.
+    group. What the last group made may still be committed after it was replaced by one without members, which has no
+    restore point: see `last_checkpoint.py`.
 
     Args:
         asked: the request of the worker.

@@ -129,6 +129,7 @@ class AgentState:
     saving: StateId | None = None
     """The snapshot from which a last checkpoint is written before this agent leaves. None: there is none."""
     saving_since: float = 0.0
+    """When that began."""
     is_save_over: bool = False
     """The process that wrote it has ended."""
     outage_ended_at: float | None = None
