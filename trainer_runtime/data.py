@@ -251,6 +251,14 @@ class DataLoader:
                 each.epoch, each.done = place
 
     @property
+    def has_passed_over_as_many_as_committed(self) -> bool:
+        """Whether as many samples as were committed in the restored epoch were drawn since, and one more batch."""
+        epoch, committed = self._committed
+        passed_over = self._samples - 2 * committed
+        is_within = self._epoch == epoch and committed > self.global_batch
+        return is_within and 0 < passed_over <= self.global_batch
+
+    @property
     def is_within_epoch(self) -> bool:
         """Whether an iterator has yielded a batch and is not exhausted."""
         return self in DataLoader.under_way

@@ -52,6 +52,10 @@ class Sources:
         self._loaders = [each for each in contents.of_type(object) if is_own_loader(each)]
         self._fault = ""
         self._has_warned_of_body = False
+        self._at_body: dict[str, bytes | None] = {}
+        """What tells whether a stream was drawn from, as the first body of this process began."""
+        self._resumed_items = 0
+        """Items of the epoch that were committed when `steps` began."""
         self._at_commit: dict[str, Any] | None = None
         """The state at the first commit of this process, until the next item is drawn."""
 
@@ -59,6 +63,8 @@ class Sources:
         """Note where the loaders are as the body of an epoch begins; if the epoch is resumed, return them to there."""
         for loader in self._loaders:
             loader.begin_body(is_resumed=self._pos.items > 0)
+        # A resumed loader of torchdata says how much it has yielded only once it has an iterator.
+        self._at_body = self._fingerprints() if self._pos.due == self._pos.items == 0 else {}
         forget_drawn()
 
     def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
@@ -74,7 +80,8 @@ class Sources:
         pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
         before = self._fingerprints() if pos.due == 0 else {}
-        self._end_body(items, named)
+        self._resumed_items = pos.items
+        self._end_body(items, named, before)
         places = {loader: loader.state_dict() for loader in self._loaders} if named is None and pos.items else {}
         if is_own_loader(named):
             pos.loader = named
@@ -105,14 +112,26 @@ class Sources:
             item = next(iterator, _END)
         pos.is_drawn_out = True
 
-    def _end_body(self, items: object, named: object | None) -> None:
+    def _end_body(self, items: object, named: object | None, streams: dict[str, bytes | None]) -> None:
         """Note which loaders the body has drawn from; print a line, once, where a restart would draw other batches."""
         others = [each for each in self._loaders if each is not named]
         for loader in others:
             loader.end_body(is_resumed=self._pos.items > 0)
-        if not self._has_warned_of_body and is_main() and (warning := self._warning_of_body(items, others)):
+        if self._has_warned_of_body or not is_main():
+            return
+        moved = [
+            name for name, was in self._at_body.items() if None not in {was, (now := streams.get(name))} and was != now
+        ]
+        if warning := self._warning_of_body(items, others):
             self._has_warned_of_body = True
             warn(warning)
+        elif moved:
+            self._has_warned_of_body = True
+            warn(
+                f"items of State's {moved[0]!r} were taken in the body of an epoch before state.steps(): after a "
+                "restart within the epoch, the body takes the items that come next instead of these. Take them within "
+                "the loop over state.steps()"
+            )
 
     def _warning_of_body(self, items: object, others: list[DataLoader]) -> str:
         """Return what to print about the batches that the body has drawn before its steps; empty: nothing.
@@ -167,8 +186,25 @@ class Sources:
 
     def note_commit(self) -> None:
         """Note the state at a commit, to see whether the script still changes it before it draws the next item."""
+        self._warn_of_items_left_out_twice()
         if self._pos.drawn:
             self._at_commit = {**self._contents.copy_light(), **self._contents.versions()}
+
+    def _warn_of_items_left_out_twice(self) -> None:
+        """Print a line if a resumed process has passed over as many items as were committed, before its first commit.
+
+        That is what `if i < state.step: continue` does, which is right only if the items begin anew.
+        """
+        done, taken = self._resumed_items, self._pos.drawn - self._resumed_items
+        is_suspect = done > 1 and taken == done + 1
+        if not self._pos.drawn:
+            is_suspect = any(loader.has_passed_over_as_many_as_committed for loader in self._loaders)
+        if is_suspect and is_main():
+            warn(
+                "before the first commit after a restart, as many items were taken as this epoch had committed, and "
+                "one more. State continues after the committed items by itself: a script that passes over items by "
+                "state.step or by a count of its own leaves out others. Remove that from the script"
+            )
 
     def note_save(self) -> None:
         """Note that what was changed since the last commit is saved."""

@@ -282,6 +282,49 @@ def test_an_iterator_that_the_body_begins_is_reported(
     assert capfd.readouterr().err.count("Take batches within the loop over state.steps()") == 1
 
 
+@pytest.mark.parametrize(
+    ("take", "is_reported"),
+    [(list, True), (lambda stream: [next(iter(stream)), 2], True), (lambda _: [1, 2], False)],
+    ids=["all", "some", "none"],
+)
+def test_a_stream_that_the_body_takes_items_from_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], take: Callable[[Stream], list[int]], *, is_reported: bool
+) -> None:
+    """A restart would begin the body behind these items: the list would have others, or none."""
+    stream = Stream()
+    state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
+    for _ in state.epochs(2):
+        for _item in state.steps(take(stream)):
+            state.commit()
+    assert capfd.readouterr().err.count("State's 'stream' were taken in the body of an epoch") == is_reported
+
+
+@pytest.mark.parametrize("is_passed_over", [True, False], ids=["passed over", "taken"])
+@pytest.mark.parametrize("way", ["steps", "the loader itself"])
+def test_a_script_that_passes_over_items_by_its_own_count_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], *, way: str, is_passed_over: bool
+) -> None:
+    """State and the loader continue after the committed items by themselves, so others would be left out."""
+
+    def run(stop_at: int | None) -> None:
+        data = loader(0)
+        state = tr.State(checkpoint_dir=tmp_path, data=data)
+        state.restore()
+        resumed = state.step
+        for number, _batch in enumerate(state.steps(data) if way == "steps" else data):
+            if is_passed_over and number < resumed:
+                continue
+            state.commit()
+            if state.step == stop_at:
+                state.save()
+                return
+
+    run(2)
+    assert "as many items were taken" not in capfd.readouterr().err
+    run(None)
+    assert ("as many items were taken" in capfd.readouterr().err) == is_passed_over
+
+
 def test_a_list_with_a_source_is_refused(tmp_path: Path) -> None:
     data = loader(0)
     state = tr.State(checkpoint_dir=tmp_path, data=data)
