@@ -124,11 +124,15 @@ class NodeConfig:
     """Number of rank processes on this node."""
     position: int = 0
     """Position in the operator's list of machines, from 1. 0: there is no list."""
+    domain: str = ""
+    """What this node shares with nodes that fail together, such as a rack. Empty: not known."""
     cpus: tuple[tuple[int, ...], ...] = ()
     """CPUs that each local rank may run on. Empty: all."""
 
     def __post_init__(self) -> None:
         check_id("--node_id", self.node_id)
+        if self.domain:
+            check_id("--fault_domain", self.domain)
 
     def cpus_of(self, local_rank: int) -> tuple[int, ...]:
         """CPUs that a local rank may run on. Empty: all."""

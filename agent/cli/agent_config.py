@@ -86,6 +86,7 @@ def read_node_config(
             address=rendezvous.address,
             ips=node_facts.resolve(rendezvous.address),
             position=ensemble.position if ensemble else 0,
+            domain=options["fault_domain"] or "",
             nproc=nproc,
             cpus=_cpus(options["numa_binding"], nproc, gpus, environ),
         ),

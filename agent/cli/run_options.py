@@ -63,6 +63,14 @@ TOPICS = (
             ),
             option("node_id", callback=drop_empty, metavar="ID", default_text="host name", help="Name of this node."),
             option(
+                "fault_domain",
+                callback=drop_empty,
+                metavar="NAME",
+                default_text="not known",
+                help="What this node shares with nodes that fail together, such as a rack; copies of snapshots go to "
+                "nodes of another one.",
+            ),
+            option(
                 "elastic_timeout",
                 type=float,
                 env=("PADDLE_ELASTIC_TIMEOUT",),

@@ -26,6 +26,7 @@ Run = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z
 """Part of the paths of logs and checkpoints."""
 NodeId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
 """Part of the names of logs."""
+Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{0,128}\Z")]
 
 NpRange = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,6}(?::[0-9]{1,6})?\Z")]
 """A number of nodes as a user writes it: `2` or `1:3`."""

@@ -16,6 +16,7 @@ import msgspec
 from agent.core.bounds import (
     Count,
     Fingerprint,
+    Label,
     NodeId,
     Np,
     Nproc,
@@ -153,6 +154,8 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """The last group, not its own, of which it has reached all members that it would be a neighbour of."""
     position: Count = 0
     """Position in the operator's list of machines, by which nodes that join together get their ranks. 0: no list."""
+    domain: Label = ""
+    """What it shares with nodes that fail together, such as a rack. Empty: not known."""
     about: NodeInfo = NO_INFO
 
     @property
@@ -176,6 +179,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
             port=self.port,
             link=self.link,
             link_cert=self.link_cert,
+            domain=self.domain,
         )
 
 
@@ -189,6 +193,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     port: Port
     link: Port
     link_cert: Fingerprint = ""
+    domain: Label = ""
 
     @property
     def identity(self) -> Identity:

@@ -1,9 +1,9 @@
 """Neighbours: what an agent decides from the links to them. Suspicion, eviction, and its own isolation.
 
-An agent holds links to the two members beside it in the ring of its group. If an agent is killed, its links close at
-once, long before its lease ends. Its neighbour writes a `suspects` record, and the leader revokes the lease of the lost
-member; then the group is replaced as after any lost lease. A silent member is never evicted: silence only delays a
-plan.
+An agent holds links to the two members beside it in the ring of its group, which is in rank order, or such that nodes
+of one fault domain are not beside each other. If an agent is killed, its links close at once, long before its lease
+ends. Its neighbour writes a `suspects` record, and the leader revokes the lease of the lost member; then the group is
+replaced as after any lost lease. A silent member is never evicted: silence only delays a plan.
 
 Members that reach etcd but not each other cannot train together (`reachability.py`). A node outside the group holds
 links to the members between which it would be placed, and to members that it could not reach since it was a member
@@ -18,6 +18,7 @@ itself. It is admitted once it reaches all of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from agent.core import effects as fx
@@ -47,18 +48,38 @@ class LinkView:
 Links = tuple[LinkView, ...]
 
 
+def ring(group: Group) -> tuple[Member, ...]:
+    """The members in the order in which each has links to the two beside it.
+
+    If nobody has more than half of them in its fault domain, no two neighbours are in the same one: domains take every
+    second place, the largest first, and then the places between.
+    """
+    members = group.members
+    domains = Counter(member.domain for member in members)
+    if len(domains) < 2:
+        return members
+    together = sorted(members, key=lambda member: (-domains[member.domain], member.domain))
+    half = (len(members) + 1) // 2
+    places = list(members)
+    places[0::2], places[1::2] = together[:half], together[half:]
+    return tuple(places)
+
+
 def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
-    """The members before and after this node in the ring of ranks. Empty if the node is no member."""
-    size = len(group.members)
-    mine = {rank for rank, member in enumerate(group.members) if member.identity == me}
-    ring = {(rank + step) % size for rank in mine for step in (-1, 1)}
-    return tuple(group.members[rank] for rank in sorted(ring - mine))
+    """The members before and after this node in the ring. Empty if the node is no member."""
+    members = ring(group)
+    size = len(members)
+    mine = {place for place, member in enumerate(members) if member.identity == me}
+    beside = {(place + step) % size for place in mine for step in (-1, 1)}
+    return tuple(members[place] for place in sorted(beside - mine))
 
 
 def next_member(group: Group, me: Identity) -> Member | None:
-    """The member after this node in the ring of ranks, which also holds its large parts. None: there is no other."""
-    size, mine = len(group.members), group.node_rank(me)
-    return None if mine is None or size == 1 else group.members[(mine + 1) % size]
+    """The member after this node in the ring, which also holds its large parts. None: there is no other."""
+    members = ring(group)
+    size = len(members)
+    after = {member.identity: members[(place + 1) % size] for place, member in enumerate(members)}
+    return after.get(me) if size > 1 else None
 
 
 def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | None) -> tuple[Member, ...]:

@@ -62,6 +62,8 @@ class AgentFacts:
     """Fingerprint of the certificate that it presents at `link`. Empty: it has none."""
     position: int = 0
     """Position in the operator's list of machines. 0: there is no list."""
+    domain: str = ""
+    """What it shares with nodes that fail together, such as a rack. Empty: not known."""
     about: NodeInfo = NO_INFO
     """Only displayed."""
 
@@ -198,6 +200,7 @@ class AgentState:
             standby=self.standby.summary,
             reachable_group=self.reachable_group,
             position=self.me.position,
+            domain=self.me.domain,
             about=self.me.about,
         )
 

@@ -303,6 +303,7 @@ def _me(config: AgentConfig, link: int, page: str, link_cert: str) -> AgentFacts
         started_now=clock.now(),
         timing=config.timing.effective,
         position=config.node.position,
+        domain=config.node.domain,
         about=NodeInfo(
             page=page,
             page_has_own_token=config.http is not None and config.http.token is not None,

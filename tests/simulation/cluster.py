@@ -130,6 +130,7 @@ class Cluster:
         host: str = "",
         nproc: int = 1,
         np: str = "",
+        domain: str = "",
         ahead_s: float = 0.0,
     ) -> Agent:
         if not self.by_serial:
@@ -155,6 +156,7 @@ class Cluster:
             started_at=0.0,
             started_now=0.0,
             timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
+            domain=domain,
         )
         agent = Agent(self, me, self.policy, ahead_s)
         self.agents.append(agent)

@@ -44,8 +44,9 @@ def _play(cluster: Cluster, steps: int) -> None:
     training.hang_limit_s = chance.choice((0.0, 1.5, 6.0))
     cluster.network.are_clocks_compared = chance.random() < 0.7
     faults = Faults(cluster, _NAMES)
-    for name in _NAMES[:3]:
-        cluster.start(name)
+    domains = chance.choice(("", "", "xy", "xxyy"))
+    for name, domain in zip(_NAMES[:3], f"{domains}{domains}   ", strict=False):
+        cluster.start(name, domain=domain.strip())
     cluster.run(chance.uniform(0.0, 3.0))
     for _ in range(steps):
         if chance.random() < 0.12:

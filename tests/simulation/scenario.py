@@ -121,6 +121,7 @@ class Scenario:
         training.hands_off, training.is_local = "handoff" in job, "local" in job
         training.hang_limit_s = float(options.get("hangs", "0"))
         training.tells_pace = "paced" in job
+        training.has_large_parts = "large" in job
         self.cluster.network.are_clocks_compared = "strange" not in job
         training.saves_every = int(options.get("saves", "0"))
         training.closes_every = int(options.get("closes", "0"))
@@ -212,6 +213,7 @@ class Scenario:
             host=options.get("host", ""),
             nproc=int(options.get("nproc", "1")),
             np=options.get("np", ""),
+            domain=options.get("domain", ""),
             ahead_s=float(options.get("ahead", "0")),
         )
 

@@ -216,9 +216,11 @@ class World:
         size = len(agents)
         own = [range(first := self.group.first_rank(i), first + self.group.members[i].nproc) for i in range(size)]
         lazy = not is_for_handoff and self._cluster.random.random() < self._training.lost_parts
+        is_kept = not (lazy or is_for_handoff)
+        keepers = [{member.identity for member in self.keepers(agent)} if is_kept else set() for agent in agents]
         for index, agent in enumerate(agents):
-            beside = (0,) if lazy or is_for_handoff else (-1, 0) if self._training.has_large_parts else (-1, 0, 1)
-            parts = {rank for step in beside for rank in own[(index + step) % size]}
+            me = agent.state.identity
+            parts = {rank for of, kept in enumerate(keepers) if of == index or me in kept for rank in own[of]}
             held = Replica(
                 copy=self.copy,
                 world_size=self.group.world_size,
