@@ -54,6 +54,7 @@ class Contents:
         self._own: dict[str, Stateful] = {}
         self._generators: dict[str, torch.Generator] = {}
         for name, thing in things.items():
+            _refuse_deepspeed(name, thing.thing if isinstance(thing, PerRank) else thing)
             self._add(name, thing)
         modules = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
         for name, module in modules.items():
@@ -247,6 +248,21 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
             f"State cannot save {name}: wanted a module that is whole on every rank, or sharded by fully_shard "
             "(FSDP2), got one with FullyShardedDataParallel (FSDP1): use fully_shard"
         )
+
+
+def _refuse_deepspeed(name: str, thing: object) -> None:
+    """Raise ValueError for DeepSpeed: ZeRO's weights are not in `state_dict`, or its copies of them are elsewhere."""
+    kinds = [kind.__name__ for kind in type(thing).__mro__ if kind.__module__.partition(".")[0] == "deepspeed"]
+    if {"DeepSpeedEngine", "DeepSpeedOptimizer"}.intersection(kinds):
+        kind = f"a {type(thing).__name__}"
+    elif isinstance(thing, nn.Module) and any(hasattr(each, "ds_id") for each in thing.parameters()):
+        kind = "one of whose parameters each rank has a part (ZeRO 3)"
+    else:
+        return
+    raise ValueError(
+        f"State cannot save {name}: wanted modules and optimizers that are whole on every rank, or sharded by "
+        f"fully_shard (FSDP2), got {kind} of DeepSpeed: save with its own save_checkpoint, or use fully_shard"
+    )
 
 
 def _find_shards(objects: dict[str, Stateful]) -> ShardedObjects | None:

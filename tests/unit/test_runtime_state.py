@@ -256,6 +256,32 @@ def test_names_and_numbers_that_cannot_be_are_refused(tmp_path: Path, options: d
         new_state(tmp_path, **options)
 
 
+def _of_deepspeed(name: str, base: type) -> type:
+    return type(name, (base,), {"__module__": "deepspeed.runtime.engine"})
+
+
+def _zero3() -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.weight.ds_id = 0  # type: ignore[assignment] - as `deepspeed.zero` marks a parameter of which it keeps a part
+    return module
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _of_deepspeed("DeepSpeedEngine", torch.nn.Module),
+        _of_deepspeed("DeepSpeedZeroOptimizer", _of_deepspeed("DeepSpeedOptimizer", object)),
+        lambda: tr.PerRank(_of_deepspeed("DeepSpeedOptimizer", torch.nn.Module)()),
+        _zero3,
+    ],
+    ids=["engine", "optimizer", "of each rank", "module"],
+)
+def test_what_deepspeed_has_divided_is_refused_by_its_name(tmp_path: Path, make: Callable[[], object]) -> None:
+    """DeepSpeed is not installed for tests: these have the names and marks of its own (0.19.8)."""
+    with pytest.raises(ValueError, match=r"State cannot save net: .* of DeepSpeed: save with its own save_checkpoint"):
+        tr.State(checkpoint_dir=tmp_path, net=make())
+
+
 def test_what_could_not_be_loaded_is_refused_at_the_first_commit(tmp_path: Path) -> None:
     state = new_state(tmp_path, save_every=1000, paths={"data": tmp_path})
     state.restore()
