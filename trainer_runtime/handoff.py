@@ -6,8 +6,9 @@ steps apart. They agree on the step to stop after over the rank store, where the
 - The first rank that sees the request, at its step k, proposes k + lead. Ranks that see it later read that proposal.
 - A rank that has already passed the step says so. All ranks then try again, with twice the lead
   (at most eight times the first).
-- A rank that arrives at the step waits for the others. The last rank to arrive decides "stop"; a rank whose wait times
-  out decides "missed". The first decision wins, so it never happens that one rank stops and another continues.
+- A rank that arrives at the step waits for the others, longer in each try (at most eight times as long as in the
+  first), because the last one may be far from the store. The last rank to arrive decides "stop"; a rank whose wait
+  times out decides "missed". The first decision wins, so it never happens that one rank stops and another continues.
 
 No collective is used, so a rank that does not take part in this simply takes its steps. At the common step each rank
 takes a snapshot, if snapshots are enough for this handoff; a rank that cannot take one says so. If not all snapshots
@@ -109,7 +110,7 @@ class HandoffParticipant:
             self._messages.propose(name, _FAILED)
         elif self._have_all_come("snapshots"):
             self._messages.propose(name, _SAVED)
-        outcome = self._messages.wait_for_proposal(name, self._wait_s) or self._messages.propose(name, _FAILED)
+        outcome = self._messages.wait_for_proposal(name, self._patience_s) or self._messages.propose(name, _FAILED)
         if outcome == _SAVED:
             self._channel.report_quiesced(self._number, step)
             self._wait_until_all_know()
@@ -129,10 +130,15 @@ class HandoffParticipant:
         if self._have_all_come("notified"):
             self._messages.propose(self._name("all notified"), _STOP)
         if self._rank == 0:
-            self._messages.wait_for_proposal(self._name("all notified"), self._wait_s)
+            self._messages.wait_for_proposal(self._name("all notified"), self._patience_s)
 
     def _have_all_come(self, where: str) -> bool:
         return self._messages.arrive(self._name(where), self._rank, self._world_size)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait for the other ranks in this try."""
+        return self._wait_s * (1 << min(self._attempt, _DOUBLINGS))
 
     def _propose(self, step: int) -> None:
         lead = 0 if self._world_size == 1 else _LEAD << min(self._attempt, _DOUBLINGS)
@@ -142,7 +148,8 @@ class HandoffParticipant:
         verdict = self._name("verdict")
         if self._have_all_come("arrived"):
             self._messages.propose(verdict, _STOP)
-        decision = self._messages.wait_for_proposal(verdict, self._wait_s) or self._messages.propose(verdict, _MISSED)
+        waited = self._messages.wait_for_proposal(verdict, self._patience_s)
+        decision = waited or self._messages.propose(verdict, _MISSED)
         if decision == _MISSED:
             self._try_again()
         return decision == _STOP

@@ -120,7 +120,11 @@ class RankMessages:
         if self._store.add(self._prefix + name, 1) < world_size:  # not authenticated: only saves the check below
             return False
         places = [f"{name}/{each}" for each in range(world_size)]
-        return self._store.check([self._prefix + each for each in places]) and not any(map(self._get, places))
+        keys = [self._prefix + each for each in places]
+        if not self._store.check(keys):
+            return False
+        found = self._store.multi_get(keys)  # in one round trip: all others wait for this rank
+        return not any(self._verify(place, signed) for place, signed in zip(places, found, strict=True))
 
     def _set(self, name: str, data: bytes) -> None:
         signed = self._code(name, data) + data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -84,6 +85,34 @@ def test_ranks_that_see_the_request_at_different_steps_stop_after_the_same_one(
         stopped = {each.result(BOUND_S) for each in went}
     assert len(stopped) == 1, (seed, seen, stopped)
     assert min(seen) < (stopped.pop() or 0)
+
+
+class Far:
+    """A store that answers late."""
+
+    def __init__(self, store: dist.Store, late_s: float) -> None:
+        self._store, self._late_s = store, late_s
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def ask(*given: object) -> object:
+            time.sleep(self._late_s)
+            return getattr(self._store, name)(*given)
+
+        return ask
+
+
+def test_a_rank_whose_answers_take_longer_than_the_others_wait_is_waited_for_in_a_later_try(
+    ranks: Callable[..., list[Rank]],
+) -> None:
+    them = ranks(2, wait_s=0.1)
+    messages = them[1].handoff._messages
+    messages._store = Far(messages._store, 0.1)  # type: ignore[assignment]
+    together = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        went = [pool.submit(train, rank, together, 100, wanted_at=1) for rank in them]
+        stopped = {each.result(BOUND_S) for each in went}
+    assert len(stopped) == 1
+    assert None not in stopped
 
 
 def test_a_rank_alone_stops_at_once(ranks: Callable[..., list[Rank]]) -> None:
