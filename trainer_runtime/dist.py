@@ -16,13 +16,18 @@ from trainer_runtime import contract
 from trainer_runtime.agent_channel import milestones
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.process_exit import destroy_group_at_exit
-from trainer_runtime.rank_store import open_rank_store
+from trainer_runtime.rank_store import open_rank_store, ranks_key
+from trainer_runtime.sealed_store import SealedStore
 from trainer_runtime.stacks import register_stack_dump, stacks_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
+
+
+_kept: list[SealedStore] = []
+"""Stores that C++ calls as long as there is a process group."""
 
 
 class PeerError(RuntimeError):
@@ -62,7 +67,14 @@ def _join(timeout_s: float) -> None:
             store = open_rank_store(rank_, world, timeout)
         else:
             store, rank_, world = next(rendezvous("env://", timeout=timeout))
-        backend = _agree_on_backend(store, rank_, world)
+        if key := ranks_key():
+            sealed = SealedStore(store, key)
+            backend = _agree_on_backend(sealed, rank_, world)
+            if backend == "gloo":  # threads of NCCL use theirs while the interpreter may be held
+                store = sealed
+                _kept.append(sealed)
+        else:
+            backend = _agree_on_backend(store, rank_, world)
         dist.init_process_group(backend, store=store, rank=rank_, world_size=world, timeout=timeout)
     else:
         with _gloo_on_loopback():

@@ -6,14 +6,12 @@ the training is over as well.
 
 Each connection serves one thread at a time: a thread that waits blocks the others.
 
-Under an agent each value carries an authentication code (HMAC, RFC 2104) over its name and data, with a key that only
-the ranks of this group are given. A stranger who reaches the store can disturb the group, but not forge a message.
+Under an agent each value is authenticated (`sealed_store.py`) with a key that only the ranks of this group are given. A
+stranger who reaches the store can disturb the group, but not forge a message.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from trainer_runtime.rank_store import private_prefix, ranks_key
+from trainer_runtime.sealed_store import SealedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,14 +29,8 @@ if TYPE_CHECKING:
 WITHIN_S = 600.0
 """Seconds that connecting may take, and waiting for a value that is certain to come."""
 
-_CODE_BYTES = hashlib.sha256().digest_size
-
 _PIECE_BYTES = 4 << 20
 """torch's store closes the connection of a client that sends a value of more than 8 MiB."""
-
-
-class ForgedError(RuntimeError):
-    """The rank store contains a value that was not written by a rank of this group."""
 
 
 class NoMessageError(RuntimeError):
@@ -52,13 +45,12 @@ class RankMessages:
         prefix: prefix of all names.
         key: key for the authentication of values; empty: values are not authenticated.
 
-    All methods that read raise `ForgedError` if the value was not written with this key under this name.
+    All methods that read raise `ForgedError` if a value was not written with this key under this name.
     """
 
     def __init__(self, store: Store, prefix: str, key: bytes = b"") -> None:
-        self._store = store
+        self._store = SealedStore(store, key) if key else store
         self._prefix = prefix
-        self._key = key
 
     def post(self, name: str, data: bytes) -> None:
         """Post a message for one other rank to take: first its pieces, then under its name the number of pieces."""
@@ -96,13 +88,12 @@ class RankMessages:
 
     def propose(self, name: str, proposal: str) -> str:
         """Propose a value for this name; return the value that holds for all ranks: the first proposal."""
-        signed = self._code(name, proposal.encode()).hex() + proposal
-        return self._verify_text(name, self._store.compare_set(self._prefix + name, "", signed))
+        return self._store.compare_set(self._prefix + name, "", proposal).decode(errors="replace")
 
     def wait_for_proposal(self, name: str, within_s: float = WITHIN_S) -> str | None:
         """Wait until a value was proposed for this name and return it; None if there was none in time."""
         found = self._await(name, within_s)
-        return None if found is None else self._verify_text(name, found)
+        return None if found is None else found.decode(errors="replace")
 
     def wait_for_main(self, name: str) -> str:
         """Return the value that rank 0 proposes for this name. Waits without limit: the store ends with rank 0."""
@@ -119,45 +110,22 @@ class RankMessages:
         self._set(f"{name}/{rank}", b"")
         if self._store.add(self._prefix + name, 1) < world_size:  # not authenticated: only saves the check below
             return False
-        places = [f"{name}/{each}" for each in range(world_size)]
-        keys = [self._prefix + each for each in places]
+        keys = [f"{self._prefix}{name}/{each}" for each in range(world_size)]
         if not self._store.check(keys):
             return False
-        found = self._store.multi_get(keys)  # in one round trip: all others wait for this rank
-        return not any(self._verify(place, signed) for place, signed in zip(places, found, strict=True))
+        return not any(self._store.multi_get(keys))  # in one round trip: all others wait for this rank
 
     def _set(self, name: str, data: bytes) -> None:
-        signed = self._code(name, data) + data
-        self._store.set(self._prefix + name, signed)  # type: ignore[arg-type] # torch takes bytes, its types say str
+        self._store.set(self._prefix + name, data)  # type: ignore[arg-type] # torch takes bytes, its types say str
 
     def _get(self, name: str) -> bytes:
-        return self._verify(name, self._store.get(self._prefix + name))
-
-    def _code(self, name: str, data: bytes) -> bytes:
-        prefixed = (self._prefix + name).encode() + b"\0"
-        return hmac.digest(self._key, prefixed + data, hashlib.sha256) if self._key else b""
-
-    def _verify(self, name: str, signed: bytes) -> bytes:
-        size = _CODE_BYTES if self._key else 0
-        data = signed[size:]
-        if not hmac.compare_digest(signed[:size], self._code(name, data)):
-            raise ForgedError(f"the value of {name} in the ranks' store was not written by a rank of this group")
-        return data
-
-    def _verify_text(self, name: str, signed: bytes) -> str:
-        """Verify a proposed value: text, since the store compares nothing else, with its code in hexadecimal."""
-        size = 2 * _CODE_BYTES if self._key else 0
-        try:
-            code = bytes.fromhex(signed[:size].decode())
-        except ValueError:
-            code = b""
-        return self._verify(name, code + signed[size:]).decode(errors="replace")
+        return self._store.get(self._prefix + name)
 
     def _require(self, name: str, within_s: float) -> bytes:
         found = self._await(name, within_s)
         if found is None:
             raise NoMessageError(f"another rank did not post {name} within {within_s:g} s; its own output may say why")
-        return self._verify(name, found)
+        return found
 
     def _await(self, name: str, within_s: float) -> bytes | None:
         key = self._prefix + name

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -14,12 +17,14 @@ import torch.distributed as dist
 
 from agent.core.budget import is_port_taken
 from trainer_runtime import contract
-from trainer_runtime.rank_messages import ForgedError, RankMessages
+from trainer_runtime.rank_messages import RankMessages
 from trainer_runtime.rank_store import open_rank_store, private_prefix, ranks_key
+from trainer_runtime.sealed_store import ForgedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
+    from pathlib import Path
 
     from torch._C._distributed_c10d import Store
 
@@ -158,6 +163,55 @@ def test_a_strangers_count_does_not_complete_an_arrival(messages: RankMessages, 
 
 def test_the_last_to_arrive_learns_that_it_is_the_last(messages: RankMessages) -> None:
     assert [messages.arrive("arrived", rank, 3) for rank in range(3)] == [False, False, True]
+
+
+IMPOSTOR = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+prefix, port = sys.argv[1], int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=60))
+store.set(f"{prefix}trainer_runtime/backend/1", sys.argv[3])
+inside = dist.PrefixStore(prefix.rstrip("/"), store)
+dist.init_process_group("gloo", store=inside, rank=1, world_size=2, timeout=timedelta(seconds=5))
+weights = torch.zeros(4)
+dist.broadcast(weights, src=0)
+print("was sent", weights.tolist())
+"""
+
+MEMBER = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+from trainer_runtime import dist as ours
+
+ours._agree_on_backend = lambda *_: "gloo"  # as if the real rank had said so, before the stranger came
+ours.init(10.0)
+dist.broadcast(torch.ones(4), src=0)
+"""
+
+
+@pytest.mark.parametrize("is_agreed", [True, False], ids=["backend agreed", "nothing agreed"])
+def test_a_stranger_does_not_take_the_place_of_a_rank(port: int, tmp_path: Path, *, is_agreed: bool) -> None:
+    """It would be sent the model: gloo connects to the addresses that it finds in the store."""
+    member = tmp_path / "member.py"
+    member.write_text(MEMBER if is_agreed else MEMBER.replace("ours._agree", "# ours._agree"))
+    places = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    run = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    rank_0 = run([sys.executable, member], env={**os.environ, **places})
+    stranger = run([sys.executable, "-c", IMPOSTOR, private_prefix(KEY), str(port), "gloo rank-1"])
+    try:
+        _, error = rank_0.communicate(timeout=60)
+        output, _ = stranger.communicate(timeout=60)
+    finally:
+        rank_0.kill()
+        stranger.kill()
+    assert "was sent" not in output
+    assert "was not written by a rank of this group; make MASTER_PORT reachable from" in error
 
 
 def test_without_a_key_values_are_as_they_are(stranger: Store) -> None:
