@@ -58,6 +58,7 @@ from trainer_runtime.manifest import MANIFEST, SHARDS, Manifest, StoredFile, enc
 from trainer_runtime.object_store import call_at_exit, is_remote, make_directory, remove_tree
 from trainer_runtime.rank_messages import NoMessageError
 from trainer_runtime.record import CommittedCheckpoint, StateId
+from trainer_runtime.sealed_store import ForgedError
 from trainer_runtime.snapshot_copy import ChangedError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
 
 Completed = tuple[dict[str, Any], tuple[StoredFile, ...]]
 
-SAVE_ERRORS = (OSError, NoMessageError, ChangedError)
+SAVE_ERRORS = (OSError, NoMessageError, ForgedError, ChangedError)
 """Errors that prevent one checkpoint from being written, but possibly not the next."""
 
 _VERDICT_WAIT_S = 1.0
@@ -255,6 +256,7 @@ class Writer:
         Raises:
             AgentGoneError: the agent exited before it answered whether the checkpoint is committed.
             NoMessageError: a rank did not hand over its part.
+            ForgedError: a stranger has changed a rank's part in the ranks' store.
             ChangedError: the copy is not what was there at the commit.
             OSError: the checkpoint could not be written.
         """

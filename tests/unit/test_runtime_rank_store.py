@@ -19,7 +19,7 @@ from agent.core.budget import is_port_taken
 from trainer_runtime import contract
 from trainer_runtime.rank_messages import RankMessages
 from trainer_runtime.rank_store import open_rank_store, private_prefix, ranks_key
-from trainer_runtime.sealed_store import ForgedError
+from trainer_runtime.sealed_store import ForgedError, SealedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,6 +212,27 @@ def test_a_stranger_does_not_take_the_place_of_a_rank(port: int, tmp_path: Path,
         stranger.kill()
     assert "was sent" not in output
     assert "was not written by a rank of this group; make MASTER_PORT reachable from" in error
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_with_nccl_only_the_choice_of_the_backend_is_authenticated(
+    monkeypatch: pytest.MonkeyPatch, port: int, backend: str
+) -> None:
+    """Threads of NCCL read their store, also while the interpreter is held. There is no GPU here to show the rest."""
+    from trainer_runtime import dist as ours  # noqa: PLC0415 - what is tested is not for others
+
+    given: list[Store] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(ours, "_own_backend", lambda: backend)
+    monkeypatch.setattr(ours, "choose_backend", lambda entries: (entries[0].split()[0], ""))
+    monkeypatch.setattr(dist, "init_process_group", lambda _, *, store, **__: given.append(store))
+    monkeypatch.setattr(ours, "destroy_group_at_exit", lambda: None)
+    ours._join(20.0)
+    stranger = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=BOUND)
+    agreed = stranger.get(f"{private_prefix(KEY)}trainer_runtime/backend/0")
+    assert SealedStore(stranger, KEY)._code("trainer_runtime/backend/0", agreed[64:]) == agreed[:64]
+    assert [isinstance(store, SealedStore) for store in given] == [backend == "gloo"]
 
 
 def test_without_a_key_values_are_as_they_are(stranger: Store) -> None:

@@ -44,6 +44,10 @@ _SAFE = frozenset(
 )
 
 
+_MALFORMED = (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, TypeError)
+"""What a malformed pickle raises."""
+
+
 class UnsafeListError(ValueError):
     """A list of shards refers to something that does not belong in it."""
 
@@ -133,7 +137,10 @@ def read_list(shard_dir: Path) -> dict[TensorPath, list[ListedBlock]]:
         UnsafeListError: the file is no list of shards, or names what does not belong in one.
         DamagedError, OSError: it cannot be read.
     """
-    found = _Unpickler(io.BytesIO(read_file(shard_dir / METADATA, _LIST_BYTES))).load()
+    try:
+        found = _Unpickler(io.BytesIO(read_file(shard_dir / METADATA, _LIST_BYTES))).load()
+    except _MALFORMED as error:
+        raise UnsafeListError(f"wanted a list of shards, got something else: {error!r}") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise UnsafeListError(f"wanted a list of shards, got {type(found).__name__}")
     try:

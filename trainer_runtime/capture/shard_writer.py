@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import threading
 import weakref
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from trainer_runtime.checkpoint import warn
 from trainer_runtime.contents import SHARDED
 from trainer_runtime.manifest import SHARDS, StoredFile, require_private_name
 from trainer_runtime.object_store import call_at_exit, make_directory
+from trainer_runtime.sealed_store import ForgedError
 from trainer_runtime.snapshot_copy import ChangedError
 
 if TYPE_CHECKING:
@@ -119,10 +121,13 @@ class ShardWriter:
         """
         self._choose()
         make_directory(private / SHARDS)
-        held = self._messages.propose(_name(at), private.name)
+        try:
+            held = self._messages.propose(_name(at), private.name)
+        except ForgedError as error:
+            raise OSError(str(error)) from error
         if held == _NOWHERE:
             raise OSError("this step was left out before, and the other ranks have no copy of their shards any more")
-        if held != private.name:
+        if held != private.name:  # without an agent values are not authenticated
             raise OSError(
                 f"the ranks' store has {held!r} in place of {private.name!r} as the directory of the shards; make "
                 "MASTER_PORT reachable from the job's machines only"
@@ -130,7 +135,8 @@ class ShardWriter:
 
     def leave_out(self, at: At) -> None:
         """On rank 0: let the others write nothing for this save, unless a directory was proposed already."""
-        self._messages.propose(_name(at), _NOWHERE)
+        with suppress(ForgedError):  # then the others write nothing either
+            self._messages.propose(_name(at), _NOWHERE)
 
     def complete(self, at: At, private: Path, captured: Captured) -> tuple[StoredFile, ...]:
         """On rank 0's writing thread: write this rank's blocks and the list; return the files of all ranks.
