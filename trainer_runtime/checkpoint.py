@@ -10,8 +10,10 @@ Under an agent `resume.py` chooses by the job's record; the directory listing is
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import resource
 import stat
 import sys
 from dataclasses import dataclass
@@ -53,6 +55,14 @@ def warn(message: str) -> None:
     """Print one line on stderr, with the prefix `trainer_runtime: `."""
     sys.stderr.write(f"trainer_runtime: {message}\n")
     sys.stderr.flush()
+
+
+def limit_behind(error: Exception) -> str:
+    """Return the limit of this process that caused the error, for a message; empty if there is none."""
+    size_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not isinstance(error, OSError) or error.errno != errno.EFBIG or size_bytes == resource.RLIM_INFINITY:
+        return ""
+    return f" (a file may have no more than {size_bytes >> 20} MiB: ulimit -f)"
 
 
 def open_file(path: Path) -> IO[bytes]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from trainer_runtime import contract
-from trainer_runtime.checkpoint import warn
+from trainer_runtime.checkpoint import limit_behind, warn
 from trainer_runtime.dist import is_main
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import phase_time_s, runtime_phase
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from trainer_runtime.snapshot_copy import Capture
 
 NEVER = sys.maxsize
+_COST = "A crash loses the steps since the last checkpoint"
 _LEAST_STEP_S = 1e-6
 _LARGE = "snapshots/large"
 """Proposed by ranks with large parts, in case rank 0 has none."""
@@ -190,7 +191,13 @@ class SnapshotTaker:
         """Copy the state, and report it to the agent if it is a snapshot; None if there is no room for it."""
         state = self._capturer.flatten()
         self._is_large = self._replication is not None and state.part.bytes > LINK_PART_BYTES
-        return self._capturer.copy(state, is_snapshot=is_snapshot, may_defer=True) if self._fits(state) else None
+        if not self._fits(state):
+            return None
+        try:
+            return self._capturer.copy(state, is_snapshot=is_snapshot, may_defer=True)
+        except OSError as error:  # the memory cannot grow
+            warn(f"no snapshots in memory: {error}{limit_behind(error)}. {_COST}")
+            return None
 
     def _fits(self, state: FlatState) -> bool:
         """Return whether the snapshots of this node's ranks stay within the limit, if all parts are as large."""
@@ -203,7 +210,7 @@ class SnapshotTaker:
         if size > self._limit:
             warn(
                 f"no snapshots in memory: they would take {size >> 20} MiB on this node, and may take "
-                f"{self._limit >> 20}; raise --snapshot_memory. A crash loses the steps since the last checkpoint"
+                f"{self._limit >> 20}; raise --snapshot_memory. {_COST}"
             )
         return size <= self._limit
 
@@ -287,10 +294,7 @@ def _overhead() -> float:
 def _can_resume(*, has_load_hooks: bool) -> bool:
     """Return whether a snapshot contains everything that a group needs to resume."""
     if has_load_hooks:
-        warn(
-            "no snapshots in memory: the script resumes from files of its own, too (state.on_load). A crash loses the "
-            "steps since the last checkpoint"
-        )
+        warn(f"no snapshots in memory: the script resumes from files of its own, too (state.on_load). {_COST}")
     return not has_load_hooks
 
 

@@ -26,9 +26,7 @@ Nobody deletes the private directories of writers that were killed before the co
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import resource
 import shutil
 import threading
 import time
@@ -38,7 +36,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer_runtime.agent_channel import AgentGoneError
-from trainer_runtime.checkpoint import warn
+from trainer_runtime.checkpoint import limit_behind, warn
 from trainer_runtime.checkpoint_files import (
     call_hooks,
     delete_superseded,
@@ -376,17 +374,9 @@ class Writer:
 def warn_not_saved(step: int, directory: Path, error: Exception) -> None:
     """Print one line that training continues without this checkpoint."""
     warn(
-        f"step {step} was NOT saved in {directory}: {error}{_limit(error)}; the older checkpoint is kept, "
+        f"step {step} was NOT saved in {directory}: {error}{limit_behind(error)}; the older checkpoint is kept, "
         "and the next save is due as usual"
     )
-
-
-def _limit(error: Exception) -> str:
-    """Return the limit of this process that caused the error, for the message; empty if there is none."""
-    size_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not isinstance(error, OSError) or error.errno != errno.EFBIG or size_bytes == resource.RLIM_INFINITY:
-        return ""
-    return f" (a file may have no more than {size_bytes >> 20} MiB: ulimit -f)"
 
 
 def _finish_at_exit(reference: weakref.ref[Writer]) -> None:

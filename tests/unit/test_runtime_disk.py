@@ -202,7 +202,7 @@ def test_a_sharded_step_that_was_not_saved_is_saved_at_the_end(tmp_path: Path) -
 def test_a_save_that_is_larger_than_a_file_may_be_names_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(writer.resource, "getrlimit", lambda _: (8 << 20, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, resource.RLIM_INFINITY))
     writer.warn_not_saved(7, tmp_path, OSError(errno.EFBIG, "File too large"))
     assert (
         "[Errno 27] File too large (a file may have no more than 8 MiB: ulimit -f); the older"

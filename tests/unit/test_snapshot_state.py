@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import time
 from collections import Counter
 from contextlib import nullcontext, suppress
@@ -23,7 +24,7 @@ from trainer_runtime import contract, snapshots
 from trainer_runtime import state as state_
 from trainer_runtime.agent_channel import boot_time
 from trainer_runtime.flat import unflatten
-from trainer_runtime.snapshot_page import Slot, create_memory, read_slots
+from trainer_runtime.snapshot_page import HEADER_BYTES, Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule
 from trainer_runtime.snapshot_sum import piece_sum
 
@@ -308,6 +309,22 @@ def test_snapshots_that_take_too_much_memory_are_left_out(
     training = Training().train(5)
     assert (read_slots(memory), agent.snapshots, training.state._pos.due) == ((), [], 100)
     assert capfd.readouterr().err.count("no snapshots in memory: they would take") == 1
+
+
+def test_where_the_memory_cannot_grow_training_goes_on_without_snapshots(
+    start: Callable[..., FakeAgent], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`ulimit -f` limits it as it limits files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    agent = start(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_BYTES, hard))
+    try:
+        training = Training().train(5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (agent.snapshots, training.state._pos.due) == ([], 100)
+    (line,) = [each for each in capfd.readouterr().err.splitlines() if "no snapshots in memory" in each]
+    assert "File too large (a file may have no more than" in line
 
 
 @pytest.mark.parametrize(("sizes_free", "steps"), [(3.5, [4, 5]), (2.5, [])])
