@@ -209,7 +209,11 @@ class SnapshotStore:
             raise NoRoomError(f"it has {free >> 20} MiB of free memory, and a copy takes {header.size_bytes >> 20}")
         if memory is None:
             memory = os.memfd_create(f"{MEMORY_NAME}:kept", os.MFD_CLOEXEC)
-        os.ftruncate(memory, header.size_bytes)
+        try:
+            os.ftruncate(memory, header.size_bytes)
+        except OSError as error:  # ulimit -f
+            self._release.close_soon(memory)
+            raise NoRoomError(f"its memory for a copy cannot grow: {error}") from error
         return memory
 
     def store_large(self, header: PartHeader, descriptor: int) -> None:

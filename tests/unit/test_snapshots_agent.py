@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -366,6 +367,18 @@ def test_a_third_part_that_is_much_larger_needs_free_memory(bench: Bench, monkey
     header = PartHeader(copy=copy(1, 7), world_size=WORLD, rank=3, checksum=7, size_bytes=2**62)
     with pytest.raises(NoRoomError, match="it has 3 MiB"):
         bench.snapshots.make_room(header)
+
+
+def test_a_part_for_which_memory_cannot_grow_is_refused_with_the_reason(bench: Bench) -> None:
+    bench.begin(1, range(1))
+    header = PartHeader(copy=copy(1, 7), world_size=WORLD, rank=3, checksum=7, size_bytes=2 << 20)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(NoRoomError, match=r"its memory for a copy cannot grow: .* File too large"):
+            bench.snapshots.make_room(header)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_when_the_ranks_have_ended_their_parts_are_sent_no_more(bench: Bench) -> None:
