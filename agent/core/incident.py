@@ -74,6 +74,8 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Time between faults and the first steps after them, and time for replayed steps."""
     replayed_steps: Count = 0
     """Steps that were committed before an incident and again after it."""
+    is_at_least: bool = False
+    """The downtime is longer than this: after an incident, no first step was reported of all ranks."""
 
 
 class IncidentMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -150,6 +152,7 @@ class Incident(Record, frozen=True, kw_only=True):
             incidents=self.before.incidents + 1,
             downtime_s=self.before.downtime_s + self.downtime_s,
             replayed_steps=self.before.replayed_steps + self.replayed_steps,
+            is_at_least=self.before.is_at_least or bool(self.members and not self.phases.is_complete),
         )
 
     @property

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import msgspec
+
 from agent.core.incident import Incident, Phases, Totals
 from agent.core.model import Cause
 from agent.observe.quantities import count, duration, percent, replayed
@@ -132,11 +134,7 @@ def run_statistics(incidents: Sequence[Incident], now: float, *, has_ended: bool
     last = counted[-1] if counted else None
     if last is not None and last.ended_at is None and not has_ended:
         open_s = last.downtime_s - last.incident.phases.total_s - last.downtime_by_phase[REPLAY]
-        totals = Totals(
-            incidents=totals.incidents,
-            downtime_s=totals.downtime_s + max(0.0, open_s),
-            replayed_steps=totals.replayed_steps,
-        )
+        totals = msgspec.structs.replace(totals, downtime_s=totals.downtime_s + max(0.0, open_s))
     since = training_since(incidents[-1])
     return RunStatistics(
         incidents=totals.incidents,
@@ -191,10 +189,10 @@ def summary(totals: Totals, began_at: float, now: float, *, has_failed: bool = F
     if totals.incidents == 0:
         return "no incidents before that" if has_failed else "no incidents; goodput 100.0 %"
     parts = [f"{count(totals.incidents, 'incident')} {'before that ' if has_failed else ''}cost"]
-    parts[0] += f" {duration(totals.downtime_s)}"
+    parts[0] += f"{' at least' if totals.is_at_least else ''} {duration(totals.downtime_s)}"
     if not has_failed:
         share = percent(goodput(totals, began_at, now))
-        parts.append(f"goodput {share}" if commits else f"goodput {share} at most")
+        parts.append(f"goodput {share} at most" if totals.is_at_least or not commits else f"goodput {share}")
     if totals.replayed_steps:
         parts.append(replayed(totals.replayed_steps))
     else:

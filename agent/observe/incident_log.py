@@ -74,7 +74,7 @@ def draft(change: GroupChange, view: ClusterView, seen: Observations, now: float
         not_before=seen.not_before,
         group_since=seen.group_since,
         decided_at=now,
-        commits=group is not None and bool(group.members) and can_hand_off(group, view),
+        commits=group is not None and bool(group.members) and (can_hand_off(group, view) or _has_committed(view)),
     )
 
 
@@ -99,7 +99,7 @@ def open_incident(drafted: Draft, last: Incident | None) -> Incident:
     trained_at = drafted.not_before + last.phases.after_s if last is not None and is_of_last_group else -math.inf
     fault_at = min(max(drafted.fault_at, trained_at), drafted.decided_at)
     known_at = fault_at if drafted.broken_since is None else max(fault_at, drafted.broken_since)
-    ran_s = fault_at - drafted.group_since if is_of_last_group and drafted.commits else 0.0
+    ran_s = fault_at - drafted.group_since if is_of_last_group and drafted.commits else None
     incident = _opened(drafted.change, last, drafted.ended, drafted.step_s, ran_s)
     phases = Phases(detect_s=known_at - fault_at, agree_s=drafted.decided_at - known_at)
     return msgspec.structs.replace(incident, phases=phases)
@@ -119,7 +119,7 @@ def open_from_records(change: GroupChange, last: Incident | None, statuses: Sequ
     before = last if last is not None and last.group == change.group - 1 else None
     reports = _exits(before, statuses)
     step_s = max((report.step_s for report in reports), default=None)
-    return _opened(change, last, in_order(reports), step_s, ran_s=0.0)
+    return _opened(change, last, in_order(reports), step_s, ran_s=None)
 
 
 def _exits(before: Incident | None, statuses: Sequence[MemberStatus]) -> tuple[ExitReport, ...]:
@@ -155,9 +155,12 @@ def _exits(before: Incident | None, statuses: Sequence[MemberStatus]) -> tuple[E
 
 
 def _opened(
-    change: GroupChange, last: Incident | None, ended: tuple[WorkerEnd, ...], step_s: float | None, ran_s: float
+    change: GroupChange, last: Incident | None, ended: tuple[WorkerEnd, ...], step_s: float | None, ran_s: float | None
 ) -> Incident:
-    """An incident without phases. `ran_s`: how long the group before existed until the fault, if its script commits."""
+    """An incident without phases.
+
+    `ran_s`: how long the group before existed until the fault. None: not known, or the script commits no steps.
+    """
     is_same_run = last is not None and last.run == change.run
     return Incident(
         run=change.run,
@@ -174,12 +177,14 @@ def _opened(
     )
 
 
-def _so_far(last: Incident, ran_s: float) -> Totals:
+def _so_far(last: Incident, ran_s: float | None) -> Totals:
     """The totals of the run until now. Time without a first step is downtime."""
-    if last.phases.is_complete:
+    if last.phases.is_complete or ran_s is None:
         return last.totals
     lost_s = max(0.0, ran_s - last.phases.after_s)
-    return msgspec.structs.replace(last.totals, downtime_s=last.totals.downtime_s + lost_s)
+    return msgspec.structs.replace(
+        last.totals, downtime_s=last.totals.downtime_s + lost_s, is_at_least=last.before.is_at_least
+    )
 
 
 def complete(incident: Incident, transitions: Sequence[TransitionReport], began_after: int) -> Incident:

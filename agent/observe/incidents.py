@@ -229,7 +229,8 @@ def _totals(incident: Incident) -> list[str]:
         return []
     totals = incident.totals
     steps = f" and {replayed(totals.replayed_steps)}" if totals.replayed_steps else ""
-    return [f"The run so far: {count(totals.incidents, 'incident')}, {duration(totals.downtime_s)} of downtime{steps}."]
+    cost = f"{'at least ' if totals.is_at_least else ''}{duration(totals.downtime_s)} of downtime"
+    return [f"The run so far: {count(totals.incidents, 'incident')}, {cost}{steps}."]
 
 
 def _capitalized(sentence: str) -> str:

@@ -178,7 +178,7 @@ class Incidents:
         assert incident.group >= last.group, f"{incident} after {last}"
         before = incident.before if incident.group > last.group else incident.totals
         least = last.totals if incident.group > last.group else last.before
-        for name in least.__struct_fields__:
+        for name in ("incidents", "downtime_s", "replayed_steps"):
             assert getattr(before, name) >= getattr(least, name) - 1e-9, f"{name} shrinks: {incident} after {last}"
         # Each incident counts its replayed steps as long as they were then; later ones may not know how long that was.
         self._step_s = max(self._step_s, incident.step_s)

@@ -292,7 +292,10 @@ def test_a_reason_is_never_markup_and_many_members_are_counted() -> None:
 
 def test_json_has_all_fields_of_the_record_and_derived_values() -> None:
     data = incident_json(CRASH)
-    assert (data["replayed_steps"], data["before"]) == (3, {"incidents": 2, "downtime_s": 10.0, "replayed_steps": 4})
+    assert (data["replayed_steps"], data["before"]) == (
+        3,
+        {"incidents": 2, "downtime_s": 10.0, "replayed_steps": 4, "is_at_least": False},
+    )
     plain = msgspec.to_builtins(CRASH)
     assert {key: data[key] for key in plain} | {"reason": plain["reason"], "ended": plain["ended"]} == plain
     assert data["reason"] == "rank 1 on node-b was killed by SIGKILL"

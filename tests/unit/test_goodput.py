@@ -45,6 +45,19 @@ def test_the_statistics_equal_those_in_the_summary_of_the_result() -> None:
     assert statistics.goodput == pytest.approx(0.945), "it does not change after the end"
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_where_no_first_step_was_reported_the_downtime_is_a_lower_bound(*, is_last: bool) -> None:
+    """The job had ended by then, or the script commits no steps."""
+    run = Run("a", "b")
+    last = run.add("failed", 50.0, ("a", "b"), phases=Phases(detect_s=0.5, agree_s=0.5, stop_s=1.0))
+    if not is_last:
+        last = run.add("failed", 60.0, ("a", "b"))
+    assert last.totals.is_at_least
+    said = summary(last.totals, training_since(run.incidents[0]), BEGAN_AT + 103.0)
+    assert " cost at least " in said
+    assert said.partition("; ")[2].startswith("goodput 98.0 % at most" if is_last else "goodput 94.5 % at most")
+
+
 def test_the_downtime_of_an_open_incident_grows() -> None:
     run = Run("a", "b")
     run.add("failed", 50.0, ("a", "b"), phases=Phases(detect_s=0.5, agree_s=0.5, stop_s=1.0))
