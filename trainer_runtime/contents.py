@@ -252,10 +252,11 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
 
 def _refuse_deepspeed(name: str, thing: object) -> None:
     """Raise ValueError for DeepSpeed: ZeRO's weights are not in `state_dict`, or its copies of them are elsewhere."""
-    kinds = [kind.__name__ for kind in type(thing).__mro__ if kind.__module__.partition(".")[0] == "deepspeed"]
-    if {"DeepSpeedEngine", "DeepSpeedOptimizer"}.intersection(kinds):
-        kind = f"a {type(thing).__name__}"
-    elif isinstance(thing, nn.Module) and any(hasattr(each, "ds_id") for each in thing.parameters()):
+    within = list(thing.modules()) if isinstance(thing, nn.Module) else [thing]
+    divided = next((each for each in within if _is_deepspeeds(each)), None)
+    if divided is not None:
+        kind = f"a {type(divided).__name__}"
+    elif isinstance(thing, nn.Module) and any(getattr(each, "ds_id", None) is not None for each in thing.parameters()):
         kind = "one of whose parameters each rank has a part (ZeRO 3)"
     else:
         return
@@ -263,6 +264,11 @@ def _refuse_deepspeed(name: str, thing: object) -> None:
         f"State cannot save {name}: wanted modules and optimizers that are whole on every rank, or sharded by "
         f"fully_shard (FSDP2), got {kind} of DeepSpeed: save with its own save_checkpoint, or use fully_shard"
     )
+
+
+def _is_deepspeeds(thing: object) -> bool:
+    kinds = {kind.__name__ for kind in type(thing).__mro__ if kind.__module__.partition(".")[0] == "deepspeed"}
+    return not kinds.isdisjoint({"DeepSpeedEngine", "DeepSpeedOptimizer"})
 
 
 def _find_shards(objects: dict[str, Stateful]) -> ShardedObjects | None:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from trainer_runtime import dist
 from trainer_runtime.fetching import KeyedDataset
+from trainer_runtime.position import ENOUGH_ITEMS
 from trainer_runtime.sampling import Batching, MicroBatch, SamplePosition, cut, epoch_order
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ class DataLoader:
         """Whether as many samples as were committed in the restored epoch were drawn since, and one more batch."""
         epoch, committed = self._committed
         passed_over = self._samples - 2 * committed
-        is_within = self._epoch == epoch and committed > self.global_batch
+        is_within = self._epoch == epoch and committed >= ENOUGH_ITEMS * self.global_batch
         return is_within and 0 < passed_over <= self.global_batch
 
     @property

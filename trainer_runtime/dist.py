@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
-
-
-_kept: list[SealedStore] = []
-"""Stores that C++ calls as long as there is a process group."""
 
 
 class PeerError(RuntimeError):
@@ -67,20 +64,22 @@ def _join(timeout_s: float) -> None:
             store = open_rank_store(rank_, world, timeout)
         else:
             store, rank_, world = next(rendezvous("env://", timeout=timeout))
-        if key := ranks_key():
-            sealed = SealedStore(store, key)
-            backend = _agree_on_backend(sealed, rank_, world)
-            if backend == "gloo":  # threads of NCCL use theirs while the interpreter may be held
-                store = sealed
-                _kept.append(sealed)
-        else:
-            backend = _agree_on_backend(store, rank_, world)
+        key = ranks_key()
+        backend = _agree_on_backend(SealedStore(store, key) if key else store, rank_, world)
+        if key and backend == "gloo":  # threads of NCCL use theirs while the interpreter may be held
+            store = SealedStore(store, key, timeout, has_counters=True)
         dist.init_process_group(backend, store=store, rank=rank_, world_size=world, timeout=timeout)
+        _hold_with_group(store)
     else:
         with _gloo_on_loopback():
             store = dist.HashStore()  # type: ignore[attr-defined] # public, but missing from torch's types
             dist.init_process_group(_own_backend(), store=store, rank=0, world_size=1, timeout=timeout)
     destroy_group_at_exit()
+
+
+def _hold_with_group(store: Store) -> None:
+    """Hold a reference to the store as long as there is a process group: C++ calls its methods without one."""
+    weakref.finalize(dist.group.WORLD, lambda _: None, store).atexit = False
 
 
 def device() -> torch.device:

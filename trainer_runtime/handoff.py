@@ -6,9 +6,10 @@ steps apart. They agree on the step to stop after over the rank store, where the
 - The first rank that sees the request, at its step k, proposes k + lead. Ranks that see it later read that proposal.
 - A rank that has already passed the step says so. All ranks then try again, with twice the lead
   (at most eight times the first).
-- A rank that arrives at the step waits for the others, longer in each try (at most eight times as long as in the
-  first), because the last one may be far from the store. The last rank to arrive decides "stop"; a rank whose wait
-  times out decides "missed". The first decision wins, so it never happens that one rank stops and another continues.
+- A rank that arrives at the step waits for the others. The last rank to arrive decides "stop"; a rank whose wait times
+  out decides "missed". The first decision wins, so it never happens that one rank stops and another continues.
+- If all have arrived by the next try, only too late (one is far from the store), the wait is doubled for that one (at
+  most to eight times the first).
 
 No collective is used, so a rank that does not take part in this simply takes its steps. At the common step each rank
 takes a snapshot, if snapshots are enough for this handoff; a rank that cannot take one says so. If not all snapshots
@@ -59,6 +60,10 @@ class HandoffParticipant:
         self._number = 0
         self._attempt = 0
         self._stop_at: int | None = None
+        self._patience_s = wait_s
+        """How long to wait for the other ranks in this try."""
+        self._missed = ""
+        """Where this rank waited last in vain."""
 
     def should_stop_after(self, step: int, prepare: Callable[[], None] = lambda: None) -> bool:
         """Return whether all ranks stop after this step. Called when it was committed and a handoff is requested.
@@ -72,6 +77,7 @@ class HandoffParticipant:
         """
         if self._page.handoff != self._number:
             self._number, self._attempt, self._stop_at = self._page.handoff, 0, None
+            self._patience_s, self._missed = self._wait_s, ""
         if self._stop_at is None:
             self._propose(step)
         while self._stop_at is not None and self._stop_at < step:
@@ -135,22 +141,22 @@ class HandoffParticipant:
     def _have_all_come(self, where: str) -> bool:
         return self._messages.arrive(self._name(where), self._rank, self._world_size)
 
-    @property
-    def _patience_s(self) -> float:
-        """How long to wait for the other ranks in this try."""
-        return self._wait_s * (1 << min(self._attempt, _DOUBLINGS))
-
     def _propose(self, step: int) -> None:
         lead = 0 if self._world_size == 1 else _LEAD << min(self._attempt, _DOUBLINGS)
         self._stop_at = int(self._messages.propose(self._name("step"), str(step + lead)))
 
     def _all_arrive(self) -> bool:
         verdict = self._name("verdict")
+        if self._missed:
+            doubled_s = min(2 * self._patience_s, self._wait_s * (1 << _DOUBLINGS))
+            came_late = self._messages.have_arrived(self._missed, self._world_size)
+            self._patience_s = doubled_s if came_late else self._wait_s
         if self._have_all_come("arrived"):
             self._messages.propose(verdict, _STOP)
         waited = self._messages.wait_for_proposal(verdict, self._patience_s)
         decision = waited or self._messages.propose(verdict, _MISSED)
         if decision == _MISSED:
+            self._missed = self._name("arrived")
             self._try_again()
         return decision == _STOP
 

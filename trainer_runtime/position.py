@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 NOT_SAVED = (-1, 0)
 
+ENOUGH_ITEMS = 8
+"""So many committed items are hardly those of a single step: steps may have different numbers of items."""
+
 
 @dataclass(slots=True)
 class Position:

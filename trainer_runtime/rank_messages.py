@@ -111,9 +111,13 @@ class RankMessages:
         if self._store.add(self._prefix + name, 1) < world_size:  # not authenticated: only saves the check below
             return False
         keys = [f"{self._prefix}{name}/{each}" for each in range(world_size)]
-        if not self._store.check(keys):
+        if not self.have_arrived(name, world_size):
             return False
         return not any(self._store.multi_get(keys))  # in one round trip: all others wait for this rank
+
+    def have_arrived(self, name: str, world_size: int) -> bool:
+        """Return whether all ranks have arrived, as far as a stranger has not said so."""
+        return self._store.check([f"{self._prefix}{name}/{each}" for each in range(world_size)])
 
     def _set(self, name: str, data: bytes) -> None:
         self._store.set(self._prefix + name, data)  # type: ignore[arg-type] # torch takes bytes, its types say str

@@ -40,12 +40,22 @@ class SealedStore(Base):
     Args:
         store: has the values.
         key: key of the codes, which only the ranks have.
+        timeout: how long methods wait, until `set_timeout` is called. None: as the other store does.
+        has_counters: `get` also returns counters, which a stranger can change.
     """
 
-    def __init__(self, store: Store, key: bytes) -> None:
+    def __init__(
+        self, store: Store, key: bytes, timeout: timedelta | None = None, *, has_counters: bool = False
+    ) -> None:
         super().__init__()
         self._store = store
         self._key = key
+        self._has_counters = has_counters
+        self._timeout = timeout
+        """What the other store was told last. None: nothing."""
+        self._clones: list[SealedStore] = []
+        if timeout is not None:
+            self.set_timeout(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
@@ -54,16 +64,20 @@ class SealedStore(Base):
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it."""
-        return self._verify(key, self._store.get(key))
+        self._pass_on_timeout()
+        found = self._store.get(key)
+        return found if self._has_counters and found.isdigit() else self._verify(key, found)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Wait for values and return them, in one round trip."""
+        self._pass_on_timeout()
         return [self._verify(key, found) for key, found in zip(keys, self._store.multi_get(keys), strict=True)]
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a value if the present one is `expected`, or there is none and `expected` is empty; return the value."""
         sealed = [self._code(key, data) + data if data else b"" for data in map(_as_bytes, (expected, desired))]
-        return self._verify(key, self._store.compare_set(key, *(each.decode() for each in sealed)))
+        found = self._store.compare_set(key, *(each.decode() for each in sealed))
+        return self._verify(key, found) if found else b""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return it. It is not authenticated."""
@@ -76,6 +90,7 @@ class SealedStore(Base):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have values."""
         if timeout is None:
+            self._pass_on_timeout()
             self._store.wait(keys)
         else:
             self._store.wait(keys, timeout)
@@ -88,9 +103,24 @@ class SealedStore(Base):
         """Return the number of keys."""
         return self._store.num_keys()
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long methods wait."""
-        self._store.set_timeout(timeout)
+    def clone(self) -> SealedStore:
+        """Return a store with a connection of its own."""
+        store = self._store.clone()  # type: ignore[attr-defined] # missing from torch's types
+        made = SealedStore(store, self._key, self._timeout, has_counters=self._has_counters)
+        self._clones.append(made)  # C++ holds no reference to it
+        return made
+
+    def list_keys(self) -> list[str]:
+        """Return all keys."""
+        return self._store.list_keys()
+
+    deleteKey, getNumKeys, listKeys = delete_key, num_keys, list_keys  # noqa: N815 - the names by which C++ calls them
+
+    def _pass_on_timeout(self) -> None:
+        """Let the other store wait as long as this one, whose timeout C++ sets without a call."""
+        if self._timeout is not None and (timeout := self.timeout) != self._timeout:  # type: ignore[attr-defined] # missing from torch's types
+            self._timeout = timeout
+            self._store.set_timeout(timeout)
 
     def _code(self, key: str, data: bytes) -> bytes:
         return hmac.digest(self._key, key.encode() + b"\0" + data, hashlib.sha256).hex().encode()

@@ -20,6 +20,7 @@ import torch
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main
 from trainer_runtime.parts import is_stateful_loader
+from trainer_runtime.position import ENOUGH_ITEMS
 from trainer_runtime.values import is_equal, read_state
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 _END: Any = object()
+
+_NOTHING_YIELDED = b""
+"""Fingerprint of a loader of torchdata that has yielded nothing."""
 
 _MOST_INDICES = 64
 """Most indices in an item whose text is noted."""
@@ -119,19 +123,23 @@ class Sources:
             loader.end_body(is_resumed=self._pos.items > 0)
         if self._has_warned_of_body or not is_main():
             return
-        moved = [
-            name for name, was in self._at_body.items() if None not in {was, (now := streams.get(name))} and was != now
-        ]
-        if warning := self._warning_of_body(items, others):
+        warning = self._warning_of_body(items, others)
+        if not warning and named is None and _is_list(items):
+            warning = self._warning_of_streams(streams)
+        if warning:
             self._has_warned_of_body = True
             warn(warning)
-        elif moved:
-            self._has_warned_of_body = True
-            warn(
-                f"items of State's {moved[0]!r} were taken in the body of an epoch before state.steps(): after a "
-                "restart within the epoch, the body takes the items that come next instead of these. Take them within "
-                "the loop over state.steps()"
-            )
+
+    def _warning_of_streams(self, now: dict[str, bytes | None]) -> str:
+        """Return what to print about streams that the body has taken the items of a list from; empty: nothing."""
+        for name, was in self._at_body.items():
+            if None not in {was, now.get(name)} and now[name] not in {was, _NOTHING_YIELDED}:
+                return (
+                    f"items of State's {name!r} were taken in the body of an epoch, and state.steps() was given a "
+                    "list: after a restart within the epoch, the body takes the items that come next instead of these. "
+                    "Give the stream itself to state.steps()"
+                )
+        return ""
 
     def _warning_of_body(self, items: object, others: list[DataLoader]) -> str:
         """Return what to print about the batches that the body has drawn before its steps; empty: nothing.
@@ -196,7 +204,7 @@ class Sources:
         That is what `if i < state.step: continue` does, which is right only if the items begin anew.
         """
         done, taken = self._resumed_items, self._pos.drawn - self._resumed_items
-        is_suspect = done > 1 and taken == done + 1
+        is_suspect = done >= ENOUGH_ITEMS and taken == done + 1
         if not self._pos.drawn:
             is_suspect = any(loader.has_passed_over_as_many_as_committed for loader in self._loaders)
         if is_suspect and is_main():
@@ -404,7 +412,8 @@ def _fingerprint(stream: Stateful) -> bytes | None:
     """
     if is_stateful_loader(stream):
         iterator = getattr(stream, "_iterator", None)
-        return f"{id(iterator)} {getattr(iterator, '_num_yielded', 0)}".encode()
+        number = getattr(iterator, "_num_yielded", 0)
+        return f"{id(iterator)} {number}".encode() if number else _NOTHING_YIELDED
     packet = io.BytesIO()
     try:
         torch.save(read_state(stream), packet)

@@ -48,13 +48,12 @@ class LinkView:
 Links = tuple[LinkView, ...]
 
 
-def ring(group: Group) -> tuple[Member, ...]:
-    """The members in the order in which each has links to the two beside it.
+def ring(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """The members of a group, given in rank order, in the order in which each has links to the two beside it.
 
     If nobody has more than half of them in its fault domain, no two neighbours are in the same one: domains take every
     second place, the largest first, and then the places between.
     """
-    members = group.members
     domains = Counter(member.domain for member in members)
     if len(domains) < 2:
         return members
@@ -67,7 +66,7 @@ def ring(group: Group) -> tuple[Member, ...]:
 
 def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
     """The members before and after this node in the ring. Empty if the node is no member."""
-    members = ring(group)
+    members = ring(group.members)
     size = len(members)
     mine = {place for place, member in enumerate(members) if member.identity == me}
     beside = {(place + step) % size for place in mine for step in (-1, 1)}
@@ -76,7 +75,7 @@ def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
 
 def next_member(group: Group, me: Identity) -> Member | None:
     """The member after this node in the ring, which also holds its large parts. None: there is no other."""
-    members = ring(group)
+    members = ring(group.members)
     size = len(members)
     after = {member.identity: members[(place + 1) % size] for place, member in enumerate(members)}
     return after.get(me) if size > 1 else None
@@ -85,8 +84,8 @@ def next_member(group: Group, me: Identity) -> Member | None:
 def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | None) -> tuple[Member, ...]:
     """The members to hold links to.
 
-    A member holds links to its neighbours. A node outside holds links to the first and the last member, between which
-    it would be placed, and to members whose links are silent. While reachability is examined: all other members.
+    A member holds links to its neighbours. A node outside holds links to the members beside which it would be placed,
+    and to members whose links are silent. While reachability is examined: all other members.
     """
     if group is None or not group.members:
         return ()
@@ -95,8 +94,13 @@ def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | N
     if group.node_rank(me) is not None:
         return neighbours(group, me)
     silent = {link.who for link in links if link.state is LinkState.SILENT}
-    ends = {group.members[0].identity, group.members[-1].identity}
-    return tuple(member for member in group.members if member.identity in silent | ends)
+    own = next((node.value.member for node in (view.nodes if view else ()) if node.value.identity == me), None)
+    beside = {group.members[0], group.members[-1]}
+    if own is not None:
+        places = ring((*group.members, own))
+        at = places.index(own)
+        beside = {places[at - 1], places[(at + 1) % len(places)]}
+    return tuple(member for member in group.members if member in beside or member.identity in silent)
 
 
 def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: float) -> Links:

@@ -227,7 +227,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                     self._health.check_again()  # beside the recovery
 
     def _save_snapshot(self, order: fx.SaveSnapshot) -> None:
-        log.info(f"the ranks did not save: saving step {order.copy.step} from memory; another signal ends this at once")
+        step = order.copy.step
+        log.info(f"the ranks did not save: saving step {step} from memory; another signal ends this, without the step")
         self._workers.saver.begin(order, {**self._environ, NODE_ID: self._state.node_id})
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:

@@ -79,6 +79,8 @@ class SnapshotSaver:
             if channel is not None and channel.pending_publish is not None and channel.pending_publish.copy == copy:
                 channel.pending_publish = None
                 channel.send(publish_answer(copy, checkpoint, reason, is_saved=is_saved))
+                if checkpoint is not None:
+                    log.info(f"step {copy.step} is saved: the job continues there when it is started again")
 
     def close(self) -> None:
         """Kill the process if it still runs. Does not wait for its end."""

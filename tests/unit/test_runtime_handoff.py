@@ -115,6 +115,15 @@ def test_a_rank_whose_answers_take_longer_than_the_others_wait_is_waited_for_in_
     assert None not in stopped
 
 
+def test_a_rank_that_does_not_come_is_not_waited_for_longer(ranks: Callable[..., list[Rank]]) -> None:
+    """It evaluates, for instance, while another one trains without it."""
+    first, _ = ranks(2, wait_s=0.1)
+    first.page.handoff = 1
+    assert not any(first.handoff.should_stop_after(step) for step in range(1, 60))
+    assert first.handoff._attempt > 3
+    assert first.handoff._patience_s == 0.1
+
+
 def test_a_rank_alone_stops_at_once(ranks: Callable[..., list[Rank]]) -> None:
     (alone,) = ranks(1)
     alone.page.handoff = 7

@@ -227,12 +227,63 @@ def test_with_nccl_only_the_choice_of_the_backend_is_authenticated(
     monkeypatch.setattr(ours, "_own_backend", lambda: backend)
     monkeypatch.setattr(ours, "choose_backend", lambda entries: (entries[0].split()[0], ""))
     monkeypatch.setattr(dist, "init_process_group", lambda _, *, store, **__: given.append(store))
+    monkeypatch.setattr(ours, "_hold_with_group", lambda _: None)
     monkeypatch.setattr(ours, "destroy_group_at_exit", lambda: None)
     ours._join(20.0)
     stranger = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=BOUND)
     agreed = stranger.get(f"{private_prefix(KEY)}trainer_runtime/backend/0")
     assert SealedStore(stranger, KEY)._code("trainer_runtime/backend/0", agreed[64:]) == agreed[:64]
     assert [isinstance(store, SealedStore) for store in given] == [backend == "gloo"]
+
+
+AGAIN = """
+import gc
+import torch
+import torch.distributed as dist
+
+from trainer_runtime import dist as ours
+
+for turn in range(3):
+    ours.init(20.0)
+    group = dist.new_group([0, 1])
+    one = torch.ones(1)
+    dist.all_reduce(one, group=group)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        assert store.add("n", 2) == 2 and store.get("n") == b"2"
+        assert store.compare_set("none", "", "") == b""
+        assert store.delete_key("n") and store.num_keys() > 0
+        store.clone().set("cloned", "value")
+        assert store.get("cloned") == b"value"
+        store.set_timeout(ours.timedelta(seconds=0.2))
+        try:
+            store.get("missing")
+        except dist.DistStoreError:
+            print("soon", flush=True)
+    dist.barrier()
+    del store, group
+    dist.destroy_process_group()
+    gc.collect()
+"""
+
+
+def test_a_process_group_may_be_opened_again_and_its_store_be_used(port: int, tmp_path: Path) -> None:  # noqa: ARG001 - it is in the environment
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    places = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**os.environ, **places, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    told = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert told[0][0].split() == ["soon"] * 3
 
 
 def test_without_a_key_values_are_as_they_are(stranger: Store) -> None:

@@ -284,8 +284,13 @@ def test_an_iterator_that_the_body_begins_is_reported(
 
 @pytest.mark.parametrize(
     ("take", "is_reported"),
-    [(list, True), (lambda stream: [next(iter(stream)), 2], True), (lambda _: [1, 2], False)],
-    ids=["all", "some", "none"],
+    [
+        (list, True),
+        (lambda stream: [next(iter(stream)), 2], True),
+        (lambda _: [1, 2], False),
+        (lambda stream: iter([next(iter(stream)), 2]), False),
+    ],
+    ids=["all", "some", "none", "not in a list"],
 )
 def test_a_stream_that_the_body_takes_items_from_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], take: Callable[[Stream], list[int]], *, is_reported: bool
@@ -299,6 +304,19 @@ def test_a_stream_that_the_body_takes_items_from_is_reported(
     assert capfd.readouterr().err.count("State's 'stream' were taken in the body of an epoch") == is_reported
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_of_torchdata_that_has_only_begun_is_not_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = StatefulDataLoader(range(ITEMS), batch_size=None)  # type: ignore[arg-type]
+    state = tr.State(checkpoint_dir=tmp_path, data=data)
+    for _ in state.epochs(1):
+        iter(data)
+        for _item in state.steps([1, 2]):
+            state.commit()
+    assert "were taken in the body" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("is_passed_over", [True, False], ids=["passed over", "taken"])
 @pytest.mark.parametrize("way", ["steps", "the loader itself"])
 def test_a_script_that_passes_over_items_by_its_own_count_is_told(
@@ -307,7 +325,7 @@ def test_a_script_that_passes_over_items_by_its_own_count_is_told(
     """State and the loader continue after the committed items by themselves, so others would be left out."""
 
     def run(stop_at: int | None) -> None:
-        data = loader(0)
+        data = loader(0, 60)
         state = tr.State(checkpoint_dir=tmp_path, data=data)
         state.restore()
         resumed = state.step
@@ -319,7 +337,7 @@ def test_a_script_that_passes_over_items_by_its_own_count_is_told(
                 state.save()
                 return
 
-    run(2)
+    run(8)
     assert "as many items were taken" not in capfd.readouterr().err
     run(None)
     assert ("as many items were taken" in capfd.readouterr().err) == is_passed_over
