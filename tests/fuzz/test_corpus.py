@@ -14,9 +14,9 @@ CORPUS = Path(__file__).with_name("corpus")
 _INPUTS = [(path.parent.name, path) for path in sorted(CORPUS.glob("*/*"))]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _loop() -> Iterator[None]:
-    """Of all targets."""
+    """Of all targets. Not of the module: a process that runs tests may come back to it."""
     yield
     LOOP.close()
 
