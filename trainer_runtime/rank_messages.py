@@ -116,7 +116,7 @@ class RankMessages:
         return not any(self._store.multi_get(keys))  # in one round trip: all others wait for this rank
 
     def have_arrived(self, name: str, world_size: int) -> bool:
-        """Return whether all ranks have arrived, as far as a stranger has not said so."""
+        """Return whether all ranks have arrived. Not authenticated: a stranger can make this true."""
         return self._store.check([f"{self._prefix}{name}/{each}" for each in range(world_size)])
 
     def _set(self, name: str, data: bytes) -> None:

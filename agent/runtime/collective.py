@@ -228,7 +228,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
 
     def _save_snapshot(self, order: fx.SaveSnapshot) -> None:
         step = order.copy.step
-        log.info(f"the ranks did not save: saving step {step} from memory; another signal ends this, without the step")
+        log.info(f"the ranks did not save: saving step {step} from memory; another signal gives it up")
         self._workers.saver.begin(order, {**self._environ, NODE_ID: self._state.node_id})
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:
