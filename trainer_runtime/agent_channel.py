@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
 from trainer_runtime.record import (
@@ -29,13 +30,32 @@ from trainer_runtime.record import (
     publish_message,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _REASON_CHARACTERS = 1000
+_LEAVE, _MOVE = b'{"leave"', b'{"move"'
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 def boot_time() -> float:
     """Return the seconds since boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The answer to a quiesced rank that goes on in another group."""
+
+    variables: dict[str, str | None]
+    """Environment variables of its place there; None: such a variable is not set."""
+    descriptor: int | None
+    """Of another memory for snapshots; None: no snapshots are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The answer to a quiesced rank that ends."""
 
 
 @dataclass(slots=True)
@@ -48,6 +68,10 @@ class Milestones:
     """This rank had joined a process group, or was found to be in one."""
     loaded: float = 0.0
     """The State was restored."""
+
+    def begin_again(self) -> None:
+        """Note that the process goes on in another group."""
+        self.entered, self.joined, self.loaded = boot_time(), 0.0, 0.0
 
     def note_joined(self) -> None:
         """Note that the process is in a process group; only the first call counts."""
@@ -92,6 +116,8 @@ class AgentChannel:
         """Milestones up to the first committed step, not sent yet; None before the first step."""
         self._has_reported = False
         """The milestones were sent."""
+        self._is_sent_on = False
+        """This process was sent into another group, and has not left its own yet."""
         self.reported_snapshot = 0
         """Step of the last snapshot that was reported; 0: none."""
 
@@ -112,14 +138,20 @@ class AgentChannel:
                     raise ChannelError("the restore point", error) from error
             return self._restore_point
 
-    def publish(self, asked: CommittedCheckpoint) -> Verdict:
+    def publish(self, asked: CommittedCheckpoint, is_abandoned: Callable[[], bool] = lambda: False) -> Verdict:
         """Ask the agent to commit a checkpoint whose files are on disk under its private name; return the verdict.
+
+        Args:
+            asked: the checkpoint.
+            is_abandoned: whether this process has left the group of the checkpoint; it is not committed then.
 
         Raises:
             AgentGoneError: the agent has exited; the checkpoint may or may not be committed.
             ChannelError: the agent has another version than this package.
         """
         with self._lock:
+            if self._is_sent_on or is_abandoned():
+                return Verdict(asked.copy, None, "its ranks are in another group now")
             verdict = _check_verdict(asked, self._ask(publish_message(asked)))
             committed = verdict.checkpoint
             if committed is not None and self._restore_point is not None:
@@ -171,26 +203,71 @@ class AgentChannel:
         with self._lock:
             self._send({"damaged": {"kind": "common" if piece.is_common else "part", "rank": piece.rank}})
 
-    def ask_leave(self, within_s: float) -> bool:
-        """Ask whether the group is over, as a quiesced rank; False if no answer came within `within_s` seconds.
+    def ask_leave(self, within_s: float) -> Leave | Move | None:
+        """Ask what becomes of this rank, which is quiesced; None if no answer came within `within_s` seconds.
 
         Raises:
             AgentGoneError: the agent has exited.
         """
         give_up_at = time.monotonic() + within_s
         if not self._lock.acquire(timeout=within_s):  # a checkpoint is still waiting for its verdict
-            return False
+            return None
         try:
             self._send({"ask": "leave"})
-            poll = select.poll()  # not `select`: with many ranks on a node the descriptor can exceed 1023
-            poll.register(self._sock, select.POLLIN)
-            while poll.poll(1000 * max(0.0, give_up_at - time.monotonic())):
-                if _is_leave(self._receive()):
-                    return True
-                self._unanswered -= 1
-            return False
+            return self._await_leave(give_up_at)
         finally:
             self._lock.release()
+
+    def late_answer(self) -> Leave | Move | None:
+        """Return an answer that came after `ask_leave` had stopped waiting; does not wait.
+
+        Raises:
+            AgentGoneError: the agent has exited.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self._await_leave(0.0)
+        finally:
+            self._lock.release()
+
+    def _await_leave(self, give_up_at: float) -> Leave | Move | None:
+        poll = select.poll()  # not `select`: with many ranks on a node the descriptor can exceed 1023
+        poll.register(self._sock, select.POLLIN)
+        while poll.poll(1000 * max(0.0, give_up_at - time.monotonic())):
+            packet = self._receive()
+            if packet.startswith(_MOVE):
+                return self._read_move(packet)
+            if packet.startswith(_LEAVE):
+                return Leave()
+            self._unanswered -= 1
+        return None
+
+    def _read_move(self, packet: bytes) -> Move:
+        self._is_sent_on = True
+        descriptors, self._descriptors = self._descriptors, []
+        try:
+            return Move(json.loads(packet)["move"], descriptors[-1] if descriptors else None)
+        except ValueError:
+            raise ChannelError("an answer in JSON", packet) from None
+
+    def begin_group(self) -> None:
+        """Forget what belongs to the group that this process has left, and report that it has.
+
+        Raises:
+            AgentGoneError: the agent has exited.
+        """
+        self.release_restored_snapshot()
+        with self._lock:
+            self._restore_point, self._milestones, self._has_reported = None, None, False
+            self._is_sent_on = False
+            self.reported_snapshot = 0
+            self._send({"moved": True})
+
+    def report_can_move(self, *, can_move: bool) -> None:
+        """Report whether this process can enter another group. Does not block; dropped if the agent has exited."""
+        with suppress(OSError):
+            self._sock.send(json.dumps({"can_move": can_move}).encode(), socket.MSG_DONTWAIT)
 
     def report_unreadable(self, sentence: str) -> None:
         """Report, before exiting, why this rank cannot read the state that it must restore.
@@ -243,7 +320,7 @@ class AgentChannel:
             raise AgentGoneError(f"the agent has exited ({error.strerror})") from error
 
     def _receive_answer(self) -> bytes:
-        while _is_leave(packet := self._receive()):
+        while (packet := self._receive()).startswith((_LEAVE, _MOVE)):
             continue  # the answer to a question that was abandoned
         self._unanswered -= 1
         return packet
@@ -259,10 +336,6 @@ class AgentChannel:
         if not packet:
             raise AgentGoneError("the agent has exited while this worker waited for its answer")
         return packet
-
-
-def _is_leave(packet: bytes) -> bool:
-    return packet.startswith(b'{"leave"')
 
 
 def _check_verdict(asked: CommittedCheckpoint, answer: object) -> Verdict:

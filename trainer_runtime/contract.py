@@ -23,8 +23,10 @@ writer, so an aligned 8-byte store needs no lock:
 | 88 | replicating_us | agent | microseconds until this node's slowest part has arrived. Set before `replicated` |
 
 A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
-leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave` as
-soon as it asks.
+leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave`, or
+`move`, as soon as it asks. With `move` comes the descriptor of another memory for snapshots, if they are taken; the
+agent has set `step`, `handoff`, `quiesced`, `restored` and `replicated` to 0 before. A rank that gives up waiting sets
+`quiesced` to 0 and then looks once more for an answer. What it sends after `move` is ignored until `moved`.
 
 The **channel** is one end of a Unix SEQPACKET socket pair per worker; its number is in `CHANNEL_FD`. Each packet is one
 JSON object of at most `MESSAGE_BYTES`. The worker asks one question at a time; the agent answers each once. The channel
@@ -38,6 +40,9 @@ is closed when the agent exits.
 | worker | `{"ask": "leave"}` | This rank is quiesced at the step of a handoff: is its group over? |
 | worker | `{"quiesced": {"handoff", "step"}}` | all ranks are quiesced at this step, with snapshots; no answer |
 | agent | `{"leave": true}` | the group is over: exit with `EXIT_RESTART`. Without an answer the rank continues |
+| agent | `{"move": {variable: value}}` | the group is over: go on in another one, with these environment variables |
+| worker | `{"can_move": boolean}` | whether this rank can do that; no answer |
+| worker | `{"moved": true}` | it has left the old group: what it sends from now on is of the new one; no answer |
 | worker | `{"started": {"entered", "joined", "loaded", "stepped", "step"}}` | the first step is committed; no answer |
 | worker | `{"snapshot": {"step"}}` | the snapshot of this step is complete; no answer |
 | worker | `{"damaged": {"kind", "rank"}}` | this piece of the snapshot to restore is damaged; no answer |
@@ -107,6 +112,8 @@ SNAPSHOT_OVERHEAD = "ELASTIC_AGENT_SNAPSHOT_OVERHEAD"
 """Largest share of the steps' time that snapshots may take, in percent; absent: 1."""
 SNAPSHOT_MEMORY = "ELASTIC_AGENT_SNAPSHOT_MEMORY"
 """Bytes that the snapshots of all ranks of a node may take together; absent: half of the memory free in its cgroup."""
+SETUP = "ELASTIC_AGENT_SETUP"
+"""`alone`: the process sets up in a world of its own, and enters its group at `State.run`. Absent: as usual."""
 HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
 """Seconds that a rank quiesced for a handoff waits for the next group before it continues training."""
 SCRIPT_CALLS = "ELASTIC_AGENT_SCRIPT_CALLS"
@@ -184,6 +191,11 @@ class ControlPage:
         page = cls(fd)
         _U64.pack_into(page._map, _VERSION_AT, PAGE_VERSION)
         return page, fd
+
+    def begin_group(self) -> None:
+        """Set the fields as at the start of a worker. The agent does so while the worker waits to be moved."""
+        for at in (_STEP_AT, _HANDOFF_AT, _QUIESCED_AT, _RESTORED_AT, _REPLICATED_AT):
+            _U64.pack_into(self._map, at, 0)
 
     @property
     def version(self) -> int:

@@ -20,11 +20,27 @@ from trainer_runtime.process_exit import destroy_group_at_exit
 from trainer_runtime.rank_store import open_rank_store, ranks_key
 from trainer_runtime.sealed_store import SealedStore
 from trainer_runtime.stacks import register_stack_dump, stacks_descriptor
+from trainer_runtime.wrapping import record_wrapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
+
+
+class _Membership:
+    """How this process belongs to its group."""
+
+    def __init__(self) -> None:
+        self.timeout_s = 600.0
+        """Of the collectives, as given to `init`."""
+        self.is_by_init = False
+        """The process group was opened by `init`, and not by the script."""
+        self.is_alone = False
+        """The process sets up in a world of its own, before it enters its group at `State.run`."""
+
+
+membership = _Membership()
 
 
 class PeerError(RuntimeError):
@@ -49,8 +65,19 @@ def init(timeout_s: float = 600.0) -> None:
         torch.distributed.DistError: the other ranks did not join within `timeout_s`.
     """
     _register_stack_dump()
+    record_wrapping()
     if not dist.is_initialized():
+        membership.timeout_s, membership.is_by_init = timeout_s, True
+        membership.is_alone = os.environ.get(contract.SETUP) == "alone"
         _join(timeout_s)
+    if not membership.is_alone:
+        milestones.note_joined()
+
+
+def join_again() -> None:
+    """Join the process group of the group that the environment names now, after leaving another one."""
+    membership.is_alone = False
+    _join(membership.timeout_s)
     milestones.note_joined()
 
 
@@ -58,7 +85,7 @@ def _join(timeout_s: float) -> None:
     if device().type == "cuda":
         torch.cuda.set_device(device())
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not membership.is_alone:
         if contract.RANKS_KEY in os.environ:
             rank_, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             store = open_rank_store(rank_, world, timeout)
@@ -103,21 +130,24 @@ def local_rank() -> int:
 def rank() -> int:
     """Return this worker's rank in the process group.
 
+    In a process that sets up before it enters a group (`State.run`), this is the rank that it will have, and `is_main`
+    is false on each rank.
+
     Raises:
         RuntimeError: there is no process group yet.
     """
     _require_group()
-    return dist.get_rank()
+    return int(os.environ["RANK"]) if membership.is_alone else dist.get_rank()
 
 
 def world_size() -> int:
-    """Return the number of workers in the process group.
+    """Return the number of workers in the process group, or in the one that this process will enter.
 
     Raises:
         RuntimeError: there is no process group yet.
     """
     _require_group()
-    return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if membership.is_alone else dist.get_world_size()
 
 
 def is_main() -> bool:
@@ -126,7 +156,7 @@ def is_main() -> bool:
     Raises:
         RuntimeError: there is no process group yet.
     """
-    return rank() == 0
+    return rank() == 0 and not membership.is_alone
 
 
 def do_on_all(action: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainer_runtime.agent_channel import AgentChannel
+    from trainer_runtime.agent_channel import AgentChannel, Leave, Move
     from trainer_runtime.contract import ControlPage
     from trainer_runtime.rank_messages import RankMessages
 
@@ -89,8 +89,10 @@ class HandoffParticipant:
         prepare()
         return self._all_arrive()
 
-    def save_and_wait(self, step: int, take_snapshot: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
-        """Save together with the other ranks, and wait; True if the group is over and this rank should leave.
+    def save_and_wait(
+        self, step: int, take_snapshot: Callable[[int], bool], save: Callable[[int], bool]
+    ) -> Leave | Move | None:
+        """Save together with the other ranks, and wait; return what becomes of this rank; None: it trains on.
 
         Args:
             step: step at which all ranks are quiesced.
@@ -102,10 +104,12 @@ class HandoffParticipant:
         # set, the agent waits for their question, instead of sending SIGTERM.
         self._page.quiesced = self._number
         is_saved = self._save_in_memory(step, take_snapshot) or self._save_on_disk(save)
-        if is_saved and self._channel.ask_leave(self._wait_s):
-            return True
-        self._page.quiesced = 0
-        return False
+        answer = self._channel.ask_leave(self._wait_s) if is_saved else None
+        if answer is None:
+            self._page.quiesced = 0
+            if is_saved:  # the agent may have answered just before that
+                answer = self._channel.late_answer()
+        return answer
 
     def _save_in_memory(self, step: int, take_snapshot: Callable[[int], bool]) -> bool:
         """Take a snapshot; return whether all ranks have taken theirs. The first outcome in the store wins."""

@@ -59,6 +59,8 @@ class Restored:
     """None: no snapshots are taken."""
     handoff: HandoffParticipant | None
     """None without an agent."""
+    has_loaded: bool
+    """A saved state was loaded; else training begins at step 0."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,7 +157,7 @@ class Restorer:
         if descriptor is not None and self.channel is not None:
             replication = open_replication(open_control_page())
             snapshots = SnapshotTaker(capturer, self.channel, messages, replication)
-        return Restored(saver, snapshots, handoff)
+        return Restored(saver, snapshots, handoff, has_loaded=data is not None or is_in_memory)
 
     def _open_shard_writer(self, messages: RankMessages, group: int, turn: int) -> ShardWriter | None:
         if self.contents.shards is None:

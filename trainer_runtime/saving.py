@@ -183,6 +183,12 @@ class Saver:
             self._try_again()
             return False
 
+    def close(self) -> None:
+        """Save nothing more: this process goes on in another group."""
+        if self.writer is not None:
+            self.writer.abandon()
+        self.capturer.close()
+
     def _leave_out(self) -> None:
         """On rank 0: do not save this step, although the other ranks hand over their parts."""
         self.exchange.skip(self.pos.at)

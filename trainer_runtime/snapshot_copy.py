@@ -40,6 +40,8 @@ from trainer_runtime.snapshot_memory import read_copy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from torch.utils.hooks import RemovableHandle
+
     from trainer_runtime.contents import Contents
     from trainer_runtime.flat import Layout
     from trainer_runtime.snapshot_memory import SnapshotMemory, Unfinished
@@ -158,6 +160,7 @@ class SnapshotCopier:
         self._memory = memory
         self._report = report
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+        self._hooks: list[RemovableHandle] = []
         self._copying: Future[bool] | None = None
         """Tells whether nothing was changed while it was copied."""
         self._finishing: Future[bool] | None = None
@@ -171,7 +174,7 @@ class SnapshotCopier:
         self._newest: Capture | None = None
         self._waited_s = 0.0
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(self._on_step)
+            self._hooks.append(optimizer.register_step_pre_hook(self._on_step))
 
     def copy(self, begun: Unfinished, *, may_defer: bool) -> Capture:
         """Make a copy; if it is a snapshot, finish it when all is copied. `join` comes first.
@@ -209,6 +212,12 @@ class SnapshotCopier:
         if self._finishing is not None:
             self._wait(self._finishing)
             self._finishing = None
+
+    def close(self) -> None:
+        """Make no further copies; `join` comes first."""
+        for hook in self._hooks:
+            hook.remove()
+        self._pool.shutdown(wait=False)
 
     def _join_copying(self) -> None:
         """Wait until nothing is being copied, so that tensors may be changed."""

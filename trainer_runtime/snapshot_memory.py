@@ -245,6 +245,12 @@ def _view(memory: mmap.mmap, where: torch.Tensor) -> memoryview:
     return memoryview(memory)[at : at + len(where)]
 
 
+def replace_snapshot_memory(descriptor: int) -> None:
+    """Let `snapshot_descriptor` return this memory from now on, under the old number; the given number is closed."""
+    os.dup2(descriptor, int(os.environ[contract.SNAPSHOT_FD]), inheritable=False)
+    os.close(descriptor)
+
+
 def snapshot_descriptor() -> int | None:
     """Return the descriptor of the agent's memory; None if there is none.
 

@@ -55,6 +55,10 @@ class Sources:
         self._pos = pos
         self._loaders = [each for each in contents.of_type(object) if is_own_loader(each)]
         self._fault = ""
+        self._moves = 0
+        """How often this process has entered another group."""
+        self._is_movable = True
+        """The items that are drawn now are known in any world."""
         self._has_warned_of_body = False
         self._at_body: dict[str, bytes | None] = {}
         """What tells whether a stream was drawn from, as the first body of this process began."""
@@ -71,8 +75,21 @@ class Sources:
         self._at_body = self._fingerprints() if self._pos.due == self._pos.items == 0 else {}
         forget_drawn()
 
+    @property
+    def can_move(self) -> bool:
+        """Whether the items can be drawn on by the same objects in another group."""
+        beside = [each for each in under_way() if each is not self._pos.loader]
+        return self._is_movable and not beside
+
+    def on_move(self) -> None:
+        """Begin another iterator, after what is committed: this process has entered another group."""
+        self._moves += 1
+        self._at_commit = None
+
     def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet, and count them.
+
+        The iterator is replaced by another one when this process enters another group.
 
         Args:
             items: the argument of `State.steps`.
@@ -81,11 +98,21 @@ class Sources:
         Raises:
             ValueError: State does not save `source`.
         """
-        pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
-        before = self._fingerprints() if pos.due == 0 else {}
-        self._resumed_items = pos.items
+        self._is_movable = (is_own_loader(named) and items is named) or _is_plain_range(items)
+        before = self._fingerprints() if self._pos.due == 0 else {}
+        self._resumed_items = self._pos.items
         self._end_body(items, named, before)
+        moves = self._moves
+        yield from self._draw_in_group(items, named, before)
+        while self._moves != moves:
+            moves = self._moves
+            yield from self._draw_in_group(items, named, {})
+
+    def _draw_in_group(
+        self, items: Iterable[Item], named: object | None, before: dict[str, bytes | None]
+    ) -> Iterator[Item]:
+        pos, epoch, moves = self._pos, self._pos.epoch, self._moves
         places = {loader: loader.state_dict() for loader in self._loaders} if named is None and pos.items else {}
         if is_own_loader(named):
             pos.loader = named
@@ -111,6 +138,8 @@ class Sources:
             pos.drawn += 1
             pos.item = _name_of(item)
             yield item
+            if self._moves != moves:
+                return
             if self._at_commit is not None:
                 self._check_after_commit(self._at_commit)
             item = next(iterator, _END)
@@ -295,6 +324,11 @@ class Sources:
 def _is_list(items: object) -> bool:
     """Return whether the items were all made before `State.steps`."""
     return isinstance(items, list | tuple | deque)
+
+
+def _is_plain_range(items: object) -> bool:
+    """Return whether these are the numbers from 0 on, which do not depend on a rank."""
+    return isinstance(items, range) and items.start == 0 and items.step == 1
 
 
 def _drop(iterator: Iterator[object], pos: Position, kind: str, places: dict[DataLoader, dict[str, Any]]) -> None:

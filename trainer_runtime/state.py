@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from trainer_runtime import contract
-from trainer_runtime.agent_channel import milestones, open_channel
+from trainer_runtime.agent_channel import Move, milestones, open_channel
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.contents import Contents
-from trainer_runtime.dist import is_main, open_control_page
+from trainer_runtime.dist import is_main, membership, open_control_page, rank, world_size
 from trainer_runtime.exchange import script_line
 from trainer_runtime.finite import FiniteGuard
 from trainer_runtime.handoff import HandoffParticipant
@@ -33,9 +35,11 @@ from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.phases import expect_steps, runtime_phase, settle_before_phases
 from trainer_runtime.position import Position
 from trainer_runtime.process_exit import restart_at_exit
+from trainer_runtime.regroup import enter_group, find_obstacle
 from trainer_runtime.restoring import Restorer, exit_without_restart, require_only_state
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_growing_batch, require_lr_scaling
+from trainer_runtime.snapshot_memory import replace_snapshot_memory
 from trainer_runtime.sources import Sources
 from trainer_runtime.stacks import register_stack_dump
 
@@ -45,8 +49,10 @@ if TYPE_CHECKING:
     from trainer_runtime.snapshots import SnapshotTaker
 
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
+    RegroupHook = TypeVar("RegroupHook", bound=Callable[[int, int], object])
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 DEFAULT_RUN = "local"  # without an agent, all runs of the script in a directory continue the same training
 
@@ -129,11 +135,20 @@ class State:
             raise ValueError(f"wanted keep of at most {contract.MAX_KEEP} under an agent, got {keep}")
         self._save_hooks: list[Callable[[Path], object]] = []
         self._load_hooks: list[Callable[[Path], object]] = []
+        self._has_restored = False
+        """The group has begun from a saved state."""
         self._saver: Saver | None = None  # set by `restore`, as are the next two
         self._snapshots: SnapshotTaker | None = None
         self._handoff: HandoffParticipant | None = None
         self._handled_handoff = 0  # number of the newest handoff that this rank stopped for
         self._should_stop = False
+        self._turn = 0
+        """Number of this State among those that this process has restored, from 1; 0: it is not restored."""
+        self._regroup_hooks: list[Callable[[int, int], object]] = []
+        self._is_run = False
+        """The script trains within `run`."""
+        self._can_move: bool | None = None
+        """What the agent was last told; None: nothing yet."""
         self._has_warned_of_no_item = False
         self._saved_step = -1
         """The step of the newest save that all ranks have begun, successful or not."""
@@ -214,14 +229,22 @@ class State:
         """
         if self._saver is not None:
             return
+        if membership.is_alone:
+            raise RuntimeError(
+                "an earlier process of this job has trained within state.run(), so this one sets up before it enters "
+                "its group: call state.run() in every process, before state.restore() and state.epochs()"
+            )
         with exit_without_restart(self._channel):
             identity = require_only_state(State._restored, self._directory, self._run, self._channel, self._page)
+        self._turn = len(State._restored) + 1
         with runtime_phase("restore"):
-            self._restore(turn=len(State._restored) + 1)
+            self._restore()
+            self._sources.begin_body()
         State._restored.add(identity)
         self._expect_steps()
+        watch_own_time(self._contents.of_type(nn.Module))
 
-    def _restore(self, *, turn: int) -> None:
+    def _restore(self) -> None:
         restorer = Restorer(
             directory=self._directory,
             run=self._run,
@@ -236,10 +259,56 @@ class State:
             load_hooks=self._load_hooks,
         )
         self._group = restorer.open()
-        restored = restorer.load(turn=turn)
+        restored = restorer.load(turn=self._turn)
         self._handoff, self._saver, self._snapshots = restored.handoff, restored.saver, restored.snapshots
+        self._has_restored = restored.has_loaded
         settle_before_phases(self.settle)
-        self._sources.begin_body()
+
+    def on_regroup(self, hook: RegroupHook) -> RegroupHook:
+        """Register a function for what depends on the rank or the world size; can be used as a decorator.
+
+        `run` calls it on every rank each time that this process has entered a group, before training goes on: once as
+        `run` begins, and after each move.
+
+        Args:
+            hook: function of the rank and the world size.
+        """
+        self._regroup_hooks.append(hook)
+        return hook
+
+    def run(self, train: Callable[[], Result]) -> Result:
+        """Train in a process that outlives planned changes of its group.
+
+        With `run`, a rank that stays moves into the next group within `commit`, with the same objects: `steps` yields
+        what comes next in the new world. A process that joins sets up alone, in a world of its own where `is_main` is
+        false, and enters the group here. So the set-up of the script may not depend on the rank or the world size, and
+        may not count on other ranks; what does belongs in a function that is registered with `on_regroup`.
+
+        What cannot be moved is named in one line, and restarts as without `run`. Without an agent, and at any other
+        change, `run` only calls `train`.
+
+        Args:
+            train: function without arguments that contains the training: the loops over `epochs` and `steps`.
+
+        Returns:
+            What `train` returns.
+
+        Raises:
+            RuntimeError: the State was restored already, or `run` was called before.
+        """
+        if self._saver is not None or self._is_run:
+            raise RuntimeError(
+                "wanted state.run() once, before state.restore() and state.epochs(); call these within it"
+            )
+        self._is_run = True
+        if membership.is_alone:
+            enter_group({}, on_left=lambda: None)
+        self._call_regroup_hooks()
+        return train()
+
+    def _call_regroup_hooks(self) -> None:
+        for hook in self._regroup_hooks:
+            hook(rank(), world_size())
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs, from the interrupted one to `total - 1`.
@@ -338,8 +407,8 @@ class State:
         page = self._page
         if page is not None:
             page.step = step
-            if page.handoff > self._handled_handoff:
-                self._handle_handoff(page.handoff)
+            if page.handoff > self._handled_handoff and self._handle_handoff(page.handoff):
+                return
         if step >= pos.due:
             self._do_due_work()
 
@@ -391,6 +460,7 @@ class State:
             # Not left to the first save, which may be an hour away and involves only rank 0.
             saver.capturer.check()
             self._sources.note_commit()
+            self._report_whether_movable()
         with exit_without_restart(self._channel):
             self._sources.check()
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel
@@ -415,19 +485,71 @@ class State:
             )
         self._has_warned_of_no_item = True
 
-    def _handle_handoff(self, number: int) -> None:
-        """Save and leave if this is the step at which all ranks stop for the requested handoff."""
+    def _report_whether_movable(self) -> None:
+        """Report whether this process can enter another group; print a line if it cannot although `run` is used."""
+        if not self._is_run or self._channel is None:
+            return
+        why_not = "its model is sharded" if self._contents.shards is not None else ""
+        why_not = why_not or find_obstacle(self._contents.of_type(Optimizer))
+        can_move = not why_not and self._sources.can_move
+        if can_move != self._can_move:
+            self._can_move = can_move
+            self._channel.report_can_move(can_move=can_move)
+            if not can_move and is_main():
+                warn(
+                    "state.run(): planned changes restart this script as without it: "
+                    + (why_not or "state.steps() was given neither a tr.DataLoader nor range(n)")
+                )
+
+    def _handle_handoff(self, number: int) -> bool:
+        """Save and leave, or move, if this is the step at which all ranks stop; return whether this rank has moved."""
         if self._saver is None or self._handoff is None:
-            return
+            return False
         if not self._handoff.should_stop_after(self._pos.step, self._prepare_handoff):
-            return
+            return False
         self._handled_handoff = number
         self._saved_step = self._pos.step
-        if self._handoff.save_and_wait(self._pos.step, self._take_handoff_snapshot, self._saver.save_for_handoff):
+        self._report_whether_movable()
+        step = self._pos.step
+        answer = self._handoff.save_and_wait(step, self._take_handoff_snapshot, self._saver.save_for_handoff)
+        if isinstance(answer, Move):
+            self._move(answer)
+            return True
+        if answer is not None:
             self._should_stop = True
             if self._leave_on_handoff:
                 restart_at_exit()
                 raise SystemExit(contract.EXIT_RESTART)
+        return False
+
+    def _move(self, move: Move) -> None:
+        """Enter the next group, and restore there what all ranks have saved.
+
+        Raises:
+            SystemExit: that failed; a script's `except Exception` must not go on with the next step.
+        """
+        assert self._saver is not None  # noqa: S101 - a rank that saves for a handoff has one
+        assert self._channel is not None  # noqa: S101 - nor without an agent
+        began_at = (self._pos.epoch, self._pos.step)
+        try:
+            with runtime_phase("restore"):
+                self._saver.close()
+                self._saver = self._snapshots = self._handoff = None
+                milestones.begin_again()
+                if move.descriptor is not None:  # the number of the descriptor stays
+                    replace_snapshot_memory(move.descriptor)
+                enter_group(move.variables, self._channel.begin_group)
+                self._restore()
+                self._require_same_step(*began_at)
+                self._pos.due = 0  # what is done once in a group is due at the next commit
+                self._handled_handoff, self._saved_step = 0, -1
+                self._sources.on_move()
+            self._expect_steps()
+            self._call_regroup_hooks()
+        except Exception as error:
+            traceback.print_exc()
+            warn("this rank could not enter the next group, and ends")
+            raise SystemExit(1) from error
 
     def _prepare_handoff(self) -> None:
         """Before any rank replaces a snapshot, all parts of the newest one have arrived."""
@@ -437,12 +559,20 @@ class State:
     def _take_handoff_snapshot(self, step: int) -> bool:
         return self._snapshots is not None and self._snapshots.take_and_wait(step)
 
+    def _require_same_step(self, epoch: int, step: int) -> None:
+        """Require that the group continues after this step: the script is within its epoch."""
+        pos = self._pos
+        if (pos.epoch, pos.step) != (epoch, step) or not self._has_restored:
+            raise RuntimeError(
+                f"the group continues after step {pos.step} of epoch {pos.epoch}, and this process has stopped after "
+                f"step {step} of epoch {epoch}"
+            )
+
     def _expect_steps(self) -> None:
         milestones.note_loaded()
         expect_steps(are_due=True)
         if self._page is not None:
             self._page.restored = 1
-            watch_own_time(self._contents.of_type(nn.Module))
 
     def _begin_epoch(self) -> None:
         """Save or restore the random states at the beginning of this epoch, once: `epochs` comes before `steps`."""

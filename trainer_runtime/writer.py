@@ -156,6 +156,7 @@ class Writer:
         self._awaits_verdict = False
         self._verdict_due = 0.0
         self._outcome: bool | Exception = True
+        self._is_abandoned = False
         call_at_exit(directory, partial(_finish_at_exit, weakref.ref(self)))
 
     def write(
@@ -269,11 +270,15 @@ class Writer:
 
     def finish_at_exit(self) -> None:
         """Wait a moment for the last checkpoint, so that a script that ends right after a save does not lose it."""
-        if self._thread is None:
+        if self._thread is None or self._is_abandoned:
             return
         self._thread.join(_EXIT_WITHIN_S)
         if self._thread.is_alive():
             warn(f"the script ends, but its last checkpoint was not settled within {_EXIT_WITHIN_S:g} s")
+
+    def abandon(self) -> None:
+        """Do not commit a checkpoint that is still being written: its ranks go on in another group."""
+        self._is_abandoned = True
 
     def wait_for_disk(self) -> None:
         """Wait until the last checkpoint is on disk, or has failed."""
@@ -288,7 +293,8 @@ class Writer:
             self._outcome = error
         except Exception as error:  # noqa: BLE001 - raised again by `finish`, where the caller can act
             self._outcome = error
-            warn_not_saved(task.manifest.step, self._directory, error)
+            if not self._is_abandoned:
+                warn_not_saved(task.manifest.step, self._directory, error)
         finally:
             self._awaits_verdict = False
             self._is_on_disk.set()
@@ -344,11 +350,11 @@ class Writer:
         )
         self._awaits_verdict, self._verdict_due = True, time.monotonic() + _VERDICT_WAIT_S
         self._is_on_disk.set()
-        verdict = channel.publish(asked)
+        verdict = channel.publish(asked, lambda: self._is_abandoned)
         self._awaits_verdict = False
         if verdict.checkpoint is not None:
             return True
-        if not verdict.is_saved:
+        if not verdict.is_saved and not self._is_abandoned:
             warn(f"step {asked.copy.step} was NOT saved: {verdict.reason}")
         remove_tree(self._directory / asked.private)
         return False

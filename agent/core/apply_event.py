@@ -48,10 +48,13 @@ def apply_event(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
         case ev.RanksQuiesced():
             until = now + state.policy.handoff_wait_s
             return replace(state, workers=state.workers.note_quiesced(event, until))
-        case ev.WorkerExited() | ev.WorkersGone():
+        case ev.WorkerExited() | ev.WorkersGone() | ev.WorkersMoved() | ev.WorkersCannotMove():
             return replace(state, workers=state.workers.apply_event(event, now))
         case ev.StopAsked(signal):
             return _on_stop_asked(state, signal, now)
+        case ev.RanksStarted(group, can_move=can_move) if can_move and group == state.workers.group:
+            workers = replace(state.workers, can_move=True)
+            return replace(state, workers=workers, observed=state.observed.note(event))
         case ev.ClockCompared() | ev.RanksStarted() | ev.StepTimeChanged() | ev.RanksStalled():
             return replace(state, observed=state.observed.note(event))
         case ev.HealthChecked(trouble):

@@ -285,6 +285,20 @@ class StartWorkers:
 
 
 @dataclass(frozen=True)
+class MoveWorkers:
+    """Send this node's living rank processes, which are quiesced, into another group.
+
+    Answered by `WorkersMoved`, or by `WorkersCannotMove`.
+    """
+
+    from_group: int
+    """Number of the group that they belong to."""
+    group: Group
+    node_rank: int
+    spec: Spec
+
+
+@dataclass(frozen=True)
 class SetHangThreshold:
     """Lower the hang threshold to `after_s` while a neighbour that answered before is silent."""
 
@@ -326,6 +340,7 @@ class Exit:
 
 LocalEffect = (
     StartWorkers
+    | MoveWorkers
     | SendRestorePoint
     | RequestHandoff
     | AnswerPublish

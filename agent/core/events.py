@@ -92,6 +92,25 @@ class WorkersGone:
 
 
 @dataclass(frozen=True)
+class WorkersMoved:
+    """All local ranks of this group were sent into the next one. They act for that one from now on."""
+
+    group: int
+    """Number of the group that they left."""
+    step: int
+    """Highest step that they had committed."""
+    at: float
+    """When that was, on the clock of `now`."""
+
+
+@dataclass(frozen=True)
+class WorkersCannotMove:
+    """The local ranks of this group cannot enter the next one: they are not quiesced, or one of them has ended."""
+
+    group: int
+
+
+@dataclass(frozen=True)
 class LeaseRenewed:
     """A renewal of our lease was answered, so the lease lives at least until then, on the clock of `now`."""
 
@@ -144,6 +163,8 @@ class RanksStarted:
     stepped: float
     step: int
     """The number of that step."""
+    can_move: bool = False
+    """They can enter the next group without a new process."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +267,8 @@ Event = (
     | PortReserved
     | WorkerExited
     | WorkersGone
+    | WorkersMoved
+    | WorkersCannotMove
     | StopAsked
     | Ticked
 )

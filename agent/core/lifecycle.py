@@ -55,6 +55,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
         workers.cause_until,
         workers.stuck_at,
         workers.quiesced_until,
+        workers.move_until,
         state.drain_until,
         state.retry_at,
         held_until(state),
@@ -137,6 +138,8 @@ def _send_to_workers(state: AgentState) -> tuple[AgentState, Effects]:
         state = replace(state, sent_restore_point=restore_point.group)
         sent.append(fx.SendRestorePoint(restore_point))
     request = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
+    if workers.entering is not None:
+        return state, tuple(sent)
     if request is not None and request.group == workers.group and request.number > workers.sent_handoff:
         state = replace(state, workers=replace(workers, sent_handoff=request.number))
         sent.append(fx.RequestHandoff(request.group, request.number, request.in_memory))

@@ -1,6 +1,8 @@
 """The workers of this node, and how they follow the group record.
 
-Workers of a group live from `StartWorkers` until `WorkersGone`. No worker of a newer group is started before that. When
+Workers of a group live from `StartWorkers` until `WorkersGone`. No worker of a newer group is started before that. If
+the next group is entered in place, quiesced workers that can move go on in it: `WorkersMoved` ends the old group here.
+If they cannot after all, or do not answer in time, they are ended, and others are started. When
 a worker fails, the others are killed at once, because they hang in a collective with it. If it failed because of a
 broken connection, the cause is most likely the failure of another worker. Then the others get a moment to fail by
 themselves.
@@ -25,6 +27,8 @@ from agent.core.model import (
 )
 
 _CAUSE_WITHIN_S = 1.5
+_MOVE_WITHIN_S = 10.0
+"""How long workers may take to leave for the next group."""
 
 
 def _is_consequence(exited: ev.WorkerExited) -> bool:
@@ -70,6 +74,12 @@ class LocalWorkers:
     """When they train on, unless they get an answer before."""
     report: ExitReport | None = None
     """The exit report as it was first written, so that it is the same when it is written again."""
+    can_move: bool = False
+    """They have made a step, and can enter the next group without a new process."""
+    entering: LocalWorkers | None = None
+    """What they are once they have moved. None: they were not asked to."""
+    move_until: float | None = None
+    """When they should have moved."""
     cause_until: float | None = None
     """Until when to wait for the cause of a lost connection, or for the same script error in other workers. None: no
     failure yet.
@@ -86,8 +96,10 @@ class LocalWorkers:
             return False
         return all(_is_consequence(e) for e in self.failures) or all(e.script_error for e in self.failures)
 
-    def apply_event(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
-        """Apply the end of a worker, or of all. Events about an older group are ignored."""
+    def apply_event(
+        self, event: ev.WorkerExited | ev.WorkersGone | ev.WorkersMoved | ev.WorkersCannotMove, now: float
+    ) -> LocalWorkers:
+        """Apply the end of a worker, or of all, or their move. Events about an older group are ignored."""
         if event.group != self.group:
             return self
         match event:
@@ -99,7 +111,14 @@ class LocalWorkers:
                 step = max(self.step, event.step)
                 return replace(self, exits=(*self.exits, event), step=step, failed_at=failed_at)
             case ev.WorkersGone():
-                return replace(self, is_alive=False, kill_at=None, stuck_at=None, is_stuck=False)
+                return replace(
+                    self, is_alive=False, kill_at=None, stuck_at=None, is_stuck=False, entering=None, move_until=None
+                )
+            case ev.WorkersMoved():
+                assert self.entering is not None  # noqa: S101 - workers move only when asked to
+                return replace(self.entering, started_at=event.at, before=event.step or self.before)
+            case ev.WorkersCannotMove():
+                return replace(self, can_move=False)
 
     def note_quiesced(self, event: ev.RanksQuiesced, until: float) -> LocalWorkers:
         """Note that they stopped for a handoff, and, at the first event of that handoff, until when they wait."""
@@ -134,22 +153,47 @@ def follow_group(
     if workers.is_alive:
         if wanted is not None and wanted.number == workers.group:
             return _mind_failures(workers, now, patience)
-        return _end(workers, now, patience)
+        return _move(workers, wanted, me, spec, now) or _end(workers, now, patience)
     if wanted is None or wanted.number <= workers.group:
         return workers, ()
-    node_rank = wanted.node_rank(me)
-    assert node_rank is not None  # noqa: S101 - a group is wanted only by its members
-    started = LocalWorkers(
-        group=wanted.number,
-        master_port=wanted.members[0].port,
-        first_rank=wanted.first_rank(node_rank),
-        count=wanted.members[node_rank].nproc,
+    node_rank = _rank_of(me, wanted)
+    started = replace(
+        _workers_of(wanted, node_rank),
         started_at=now,
         before=workers.step or workers.before,
         ended_before=_ended(workers, wanted),
-        is_alive=True,
     )
     return started, (fx.StartWorkers(wanted, node_rank, spec),)
+
+
+def _rank_of(me: Identity, group: Group) -> int:
+    node_rank = group.node_rank(me)
+    assert node_rank is not None  # noqa: S101 - a group is wanted only by its members
+    return node_rank
+
+
+def _workers_of(group: Group, node_rank: int) -> LocalWorkers:
+    return LocalWorkers(
+        group=group.number,
+        master_port=group.members[0].port,
+        first_rank=group.first_rank(node_rank),
+        count=group.members[node_rank].nproc,
+        is_alive=True,
+    )
+
+
+def _move(workers: LocalWorkers, wanted: Group | None, me: Identity, spec: Spec, now: float) -> Followed | None:
+    """Send quiesced workers into the wanted group, and wait until they have moved. None: they have to end."""
+    if wanted is None or not wanted.in_place or not workers.can_move:
+        return None
+    if workers.exits or workers.is_asked_to_end or not workers.sent_handoff:
+        return None
+    if workers.entering is None:
+        node_rank = _rank_of(me, wanted)
+        moving = replace(workers, entering=_workers_of(wanted, node_rank), move_until=now + _MOVE_WITHIN_S)
+        return moving, (fx.MoveWorkers(workers.group, wanted, node_rank, spec),)
+    is_late = workers.move_until is not None and now >= workers.move_until
+    return None if is_late or workers.entering.group != wanted.number else (workers, ())
 
 
 def _ended(workers: LocalWorkers, wanted: Group) -> tuple[Failure, ...]:

@@ -4,7 +4,7 @@ Each agent writes one `MemberStatus` for each group that it is a member of. The 
 part is absent until there is something to report. Nothing that was reported is withdrawn:
 
 - `inventory` and `exit` do not change once they are in the record;
-- `transition` gets the times of the first step added;
+- `transition` gets the times of the first step added, and `can_move` is set with them;
 - `quiesced` is replaced by that of a later handoff;
 - `stall` is replaced as the stall goes on, and by one of stage `over` when it ends.
 
@@ -31,6 +31,8 @@ class MemberStatus(MemberRecord, frozen=True, kw_only=True):
     """Its ranks stopped for a handoff. None: for none yet."""
     transition: TransitionReport | None = None
     """How it moved into this group."""
+    can_move: bool = False
+    """Its ranks have made a step, and can enter the next group without a new process (`State.run`)."""
     stall: StallReport | None = None
     """Its ranks make no step. None: they never stalled in this group."""
     exit: ExitReport | None = None

@@ -246,6 +246,9 @@ class Group(Record, frozen=True, kw_only=True):
     """How often in a row the checkpoint could not be read. Each time doubles the wait before the next try."""
     script_error: str = ""
     """The error in the script that ended every rank of the previous group. Empty: not all ended by one."""
+    in_place: bool = False
+    """Ranks of the previous group that stay keep their processes. A process that starts for this group sets up alone,
+    and enters the group at `State.run`."""
 
     @property
     def world_size(self) -> int:
@@ -578,6 +581,11 @@ class ClusterView:
     incident: Stored[Incident] | None = None
     """The one that made the current group. No decision reads it."""
     backlog: Backlog = field(default_factory=Backlog)
+
+    @cached_property
+    def movable(self) -> frozenset[Identity]:
+        """Members whose ranks can enter the next group without a new process."""
+        return frozenset(each.identity for each in self.statuses if each.can_move)
 
     @cached_property
     def inventories(self) -> tuple[Inventory, ...]:

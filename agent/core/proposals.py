@@ -44,6 +44,10 @@ HELD_WAITS = 8
 """A growth that lasted this many times as long as the wait before it counts as a success."""
 
 
+_IN_PLACE: frozenset[Cause] = frozenset({"join", "scale", "drain"})
+"""Planned changes for which the ranks were quiesced. An operator who asks for a restart wants new processes."""
+
+
 Action = Group | HandoffRequest | RestorePoint | Result | Refresh
 """What a leader can do: write one of these records, or read everything again before it decides."""
 
@@ -181,8 +185,14 @@ class Proposals:
             left_out=failures.left_out,
             failed_reads=failures.failed_reads,
             script_error=failures.script_error,
+            in_place=cause in _IN_PLACE and bool(members) and self._can_all_move(),
         )
         return Plan(group, reason)
+
+    def _can_all_move(self) -> bool:
+        """Whether the ranks of every member of the current group can enter the next one without a new process."""
+        members = self.group.members if self.group is not None else ()
+        return bool(members) and all(member.identity in self.view.movable for member in members)
 
     def _newcomers(self, members: tuple[Member, ...]) -> tuple[str, ...]:
         """Ids of the nodes that are not in the current group."""

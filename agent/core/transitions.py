@@ -91,6 +91,7 @@ def due_status(
         or Inventory(group=number, node_id=me.node_id, incarnation=me.incarnation, copies=copies),
         quiesced=_quiesced(before.quiesced, workers, me, now),
         transition=_transition(before.transition, observed, workers, me),
+        can_move=before.can_move or workers.can_move,
         stall=_stall(before.stall, observed, me),
         exit=before.exit or exit_report(workers, me, observed.step_s, observed.clocks, now),
     )

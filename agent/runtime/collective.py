@@ -190,6 +190,9 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                 )
             case fx.StartWorkers():
                 self._start_workers(effect)
+            case fx.MoveWorkers(from_group):
+                self._workers.move(from_group, plan_launch(effect, self._config, self._environ))
+                self._renew_port(effect.node_rank)
             case fx.SendRestorePoint(restore_point):
                 self._workers.send_restore_point(restore_point)
             case fx.RequestHandoff(group, number, in_memory):
@@ -243,7 +246,10 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         if ENDPOINTS not in launch.commands[0].env and not self._has_warned_of_endpoints:
             self._has_warned_of_endpoints = True
             log.warning(f"there are too many ranks for {ENDPOINTS}: it is left out", ranks=start.group.world_size)
-        if start.node_rank == 0:  # the master of this group uses our port: reserve another one for the next group
+        self._renew_port(start.node_rank)
+
+    def _renew_port(self, node_rank: int) -> None:
+        if node_rank == 0:  # the master of this group uses our port: reserve another one for the next group
             self._inbox.put(ev.PortReserved(self._port.renew()))
 
 

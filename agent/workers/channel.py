@@ -19,11 +19,13 @@ from agent.core.model import Checkpoint, RestorePoint, StateId
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from agent.workers.held_snapshots import SnapshotPiece
 
 _SHOWN_BYTES = 100
+_LARGEST_VARIABLE = 32 << 10
+"""Characters of an environment variable that still fits into a message. Longer ones are left out."""
 _UNREADABLE_CHARACTERS = 1000
 """Limit of the description of an unreadable state, which is written to records."""
 
@@ -84,9 +86,11 @@ class ReplicaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A packet from a worker. One field is set; `snapshot` and `quiesced` may come while a question is open."""
+    """A packet from a worker. One field is set; `snapshot`, `quiesced`, `can_move` may come beside an open question."""
 
     ask: Literal["restore_point", "leave"] | None = None
+    can_move: bool | None = None
+    moved: Literal[True] | None = None
     publish: _Publication | None = None
     unreadable: str | None = None
     started: StartedMessage | None = None
@@ -116,6 +120,10 @@ class Channel:
         """The worker has asked for its restore point once: its script uses checkpoints."""
         self.awaits_leave_answer = False
         """The worker has asked whether its group is over, and has sent nothing since. It may have stopped waiting."""
+        self.can_move = False
+        """The worker can enter another group without a new process."""
+        self.is_moving = False
+        """The worker was sent into another group, and may not have noticed: what it sends is of the old group."""
         self.pending_publish: Checkpoint | None = None
         """The checkpoint whose commit the worker waits for."""
         self.unreadable = ""
@@ -130,6 +138,13 @@ class Channel:
         """The piece that it reported last as damaged."""
         self.replica_messages: list[ReplicaMessage] = []
         """Reports on replicas of shards that were not handled yet."""
+
+    def begin_group(self) -> None:
+        """Forget what the worker reported in the group that it is about to leave."""
+        self.is_moving = True
+        self.awaits_restore_point = self.has_asked_restore_point = self.awaits_leave_answer = False
+        self.started = self.quiesced = self.damaged = None
+        self.snapshot_step = 0
 
     def fileno(self) -> int:
         """Return the socket. It is readable when there is a packet, and when the worker's end is closed."""
@@ -163,16 +178,25 @@ class Channel:
         """Close the socket. The worker reads the end of its own."""
         self._sock.close()
 
+    def _note_report(self, message: _Message) -> bool:
+        """Note what may come while a question is open. Return whether the message is such a report."""
+        if message.snapshot is not None:
+            self.snapshot_step = message.snapshot.step
+        elif message.quiesced is not None:
+            self.quiesced = message.quiesced
+        elif message.can_move is not None:
+            self.can_move = message.can_move
+        else:
+            return False
+        return True
+
     def _note(self, packet: bytes) -> None:
-        try:
-            message = _decoder.decode(packet)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MessageError(f"{error}: {_quote(packet)}") from None
+        message = _decode(packet)
+        if self.is_moving:
+            self.is_moving = not message.moved
+            return
         fields = msgspec.structs.astuple(message)
-        if fields.count(None) == _OTHER_KINDS and (message.snapshot or message.quiesced):
-            # These are allowed while a question is open.
-            self.snapshot_step = message.snapshot.step if message.snapshot else self.snapshot_step
-            self.quiesced = message.quiesced or self.quiesced
+        if fields.count(None) == _OTHER_KINDS and self._note_report(message):
             return
         if fields.count(None) != _OTHER_KINDS or self.pending_publish is not None:
             raise MessageError(f"only one question at a time is allowed: {_quote(packet)}")
@@ -189,6 +213,13 @@ class Channel:
             self.damaged = message.damaged
         elif message.replica is not None:
             self.replica_messages.append(message.replica)
+
+
+def _decode(packet: bytes) -> _Message:
+    try:
+        return _decoder.decode(packet)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MessageError(f"{error}: {_quote(packet)}") from None
 
 
 def restore_point_answer(restore_point: RestorePoint, memory: Sequence[SnapshotPiece]) -> dict[str, object]:
@@ -213,6 +244,16 @@ def publish_answer(
 def leave_answer() -> dict[str, object]:
     """Answer the question whether the group is over, once it is."""
     return {"leave": True}
+
+
+def move_answer(variables: Mapping[str, str | None]) -> dict[str, object]:
+    """Answer the same question: the rank goes on in another group.
+
+    Args:
+        variables: the environment variables of its place there; None: such a variable is not set.
+    """
+    large = {name for name, value in variables.items() if len(value or "") > _LARGEST_VARIABLE}
+    return {"move": {name: None if name in large else value for name, value in variables.items()}}
 
 
 def _quote(packet: bytes) -> str:

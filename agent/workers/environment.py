@@ -43,6 +43,7 @@ GROUP_VARIABLES = frozenset(
         *("PADDLE_RANK_IN_NODE", "TRAINING_ROLE"),
         *(contract.JOB_ID, contract.RUN_ID, contract.GROUP, contract.NODE_ID, contract.CHECKPOINT_DIR, contract.FRESH),
         contract.RANKS_KEY,
+        contract.SETUP,
         *(contract.HANDOFF_WAIT_S, contract.PS_INCARNATION),
     }
 )
@@ -178,6 +179,7 @@ def _contract(place: RankPlace, facts: JobFacts) -> dict[str, str]:
         contract.CHECKPOINT_DIR: facts.checkpoint_dir,
         contract.FRESH: "1" if facts.fresh else "0",
         contract.HANDOFF_WAIT_S: f"{facts.handoff_wait_s:g}",
+        **({contract.SETUP: "alone"} if place.group.in_place else {}),
         **_snapshots(facts.snapshots),
     }
 

@@ -8,6 +8,7 @@ larger than a packet), and runs one loop that waits on descriptors only:
 |---|---|
 | `T` from the agent | send SIGTERM to the worker's main process |
 | `A` from the agent | turn the standby into a rank, see below |
+| `M` from the agent | the worker is a rank of another group now: read ORDER again, write to that rank's log |
 | `K` from the agent, or end of the socket (the agent died) | send SIGKILL to the whole process tree |
 | SIGCHLD | reap; if the worker ended: report it, kill what it left, report `gone`, exit |
 | output of the worker | see `output.py` |
@@ -105,9 +106,7 @@ class Guardian:
             os.set_inheritable(self._order["terminal_fd"], False)
             terminal = Terminal(self._order["terminal_fd"])
             self._terminals = {stream: terminal for stream in (1, 2) if is_terminal(stream)}
-        if self._standby_socket is None:
-            os.close(order_fd)
-        else:
+        if self._standby_socket is not None:
             os.set_inheritable(self._standby_socket, False)
 
     def run(self) -> None:
@@ -190,7 +189,6 @@ class Guardian:
         if self._standby_socket is None:
             return  # it has just failed, and its end will be reported
         self._order = _read_order(self._order_fd)
-        os.close(self._order_fd)
         with suppress(OSError), open(f"/proc/{self._worker}/oom_score_adj", "w") as file:  # noqa: PTH123 - slow import
             file.write(str(self._order["oom_score_adj"]))
         with suppress(OSError):  # it has ended, and SIGCHLD reports that
@@ -198,6 +196,20 @@ class Guardian:
         self._close_standby_socket()
         self._exit_causes = ExitCauses()
         self._read_output()
+
+    def _move(self) -> None:
+        """Write the output to the log of the rank that the worker is now, in another group."""
+        if self._output is None:
+            return
+        self._drain(self._output)
+        self._order = _read_order(self._order_fd)
+        prefix = self._order["console_prefix"]
+        self._output.begin_group(
+            latin_bytes(self._order["log_path"]),
+            None if prefix is None else latin_bytes(prefix),
+            () if prefix is None else self._order["console_streams"],
+            holds_tracebacks=self._order["holds_tracebacks"],
+        )
 
     def _close_standby_socket(self) -> None:
         if self._standby_socket is not None:
@@ -219,6 +231,9 @@ class Guardian:
             return  # already reaped: its pid may belong to another process
         if order == b"A":
             self._adopt()
+            return
+        if order == b"M":
+            self._move()
             return
         with suppress(ProcessLookupError, PermissionError):
             os.kill(self._worker, signal.SIGTERM if order == b"T" else signal.SIGKILL)

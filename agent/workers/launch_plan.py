@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.config import AgentConfig, StandbyMode
-    from agent.core.effects import StartWorkers
+    from agent.core.effects import MoveWorkers, StartWorkers
     from agent.core.model import Identity
 
 
@@ -115,7 +115,7 @@ def plan_standbys(config: AgentConfig, environ: Mapping[str, str]) -> StandbyPla
     )
 
 
-def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, str]) -> Launch:
+def plan_launch(start: StartWorkers | MoveWorkers, config: AgentConfig, environ: Mapping[str, str]) -> Launch:
     """Plan the rank processes of this node. `environ` is the environment that the user gave to the agent."""
     member = start.group.members[start.node_rank]
     facts = JobFacts(

@@ -72,24 +72,40 @@ class Output:
                 after `release`, or a moment later.
         """
         self._may_show = threading.Event()
-        if not holds_tracebacks:
-            self._may_show.set()
         self.is_holding = False
         """Whether a traceback, and all output after it, is being held back."""
         self._log = _Log(log_path, warn)
         self._log_sink = Sink(on_drained)
         self._log_sink.put(self._log.write, b"")  # a rank without output has an empty log
+        self._terminals = terminals or {}
         self._consoles: dict[int, _Console] = {}
         self._sinks = [self._log_sink]
-        if console_prefix is not None:
-            sink = Sink(lambda: None)
-            self._sinks.append(sink)
-            self._consoles = {
-                fd: _Console(fd, console_prefix, sink, (terminals or {}).get(fd)) for fd in console_streams
-            }
         self._stderr = b""
         self._both_streams = b""
         """The end of both streams, in the order of arrival."""
+        self._begin(console_prefix, console_streams, holds_tracebacks=holds_tracebacks)
+
+    def begin_group(
+        self, log_path: bytes, console_prefix: bytes | None, console_streams: Sequence[int], *, holds_tracebacks: bool
+    ) -> None:
+        """Write what follows to another log, and under another prefix: the worker is a rank of another group now."""
+        self._log_sink.put(partial(self._log.change_to, log_path), b"")
+        for console in self._consoles.values():
+            console.end()
+        self._stderr = self._both_streams = b""
+        self._begin(console_prefix, console_streams, holds_tracebacks=holds_tracebacks)
+
+    def _begin(self, console_prefix: bytes | None, console_streams: Sequence[int], *, holds_tracebacks: bool) -> None:
+        self._consoles = {}
+        self._may_show = threading.Event()
+        if not holds_tracebacks:
+            self._may_show.set()
+        if console_prefix is not None:
+            if len(self._sinks) == 1:
+                self._sinks.append(Sink(lambda: None))
+            self._consoles = {
+                fd: _Console(fd, console_prefix, self._sinks[-1], self._terminals.get(fd)) for fd in console_streams
+            }
 
     @property
     def is_full(self) -> bool:
@@ -212,6 +228,13 @@ class _Log:
                 self._has_warned = True
                 path = self._path.decode(errors="backslashreplace")
                 self._warn(f"cannot write all of the log {path}: {error.strerror}; training continues")
+
+    def change_to(self, path: bytes, data: bytes) -> None:
+        """Write to another file from now on. `data` is empty."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._path, self._fd, self._lost_bytes, self._has_warned = path, -1, 0, False
+        self.write(data)
 
     def _open(self) -> None:
         if self._fd < 0:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agent.diagnose.stacks import StacksFile
-from agent.workers.channel import Channel, leave_answer
+from agent.workers.channel import Channel, leave_answer, move_answer
 from agent.workers.environment import GROUP_VARIABLES
 from agent.workers.standby_hook import StandbyHook, takes_hook
 from agent.workers.terminal import shared_terminal
@@ -165,6 +165,7 @@ class RankProcess:
 
     def _create_memory(self, name: str, ours: ExitStack) -> None:
         self.memory = self._handed_down[contract.SNAPSHOT_FD] = create_memory(name)
+        self._memory_name = name
         ours.callback(os.close, self.memory)
         self.replicated_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._handed_down[contract.REPLICATED_FD] = self.replicated_event
@@ -189,6 +190,27 @@ class RankProcess:
         self._write_order({**self._order(command, None), **_rank_order(command)})
         self._send(b"A")
 
+    @property
+    def is_quiesced(self) -> bool:
+        """Whether the worker has stopped for the requested handoff. It may decide at any moment to continue."""
+        return bool(self.page.quiesced) and self.page.quiesced == self.page.handoff
+
+    def renew_memory(self) -> None:
+        """Create another memory for the worker's snapshots: the old one holds those of the group that it leaves."""
+        if self.memory is not None:
+            os.close(self.memory)
+            self.memory = create_memory(self._memory_name)
+
+    def move(self, command: RankCommand) -> None:
+        """Send the worker, which is quiesced and waits for an answer, into another group."""
+        self.rank = command.rank
+        self.page.begin_group()
+        self.channel.begin_group()
+        self._write_order({**self._order(command, None), **_rank_order(command)})
+        self._send(b"M")
+        answer = move_answer({name: command.env.get(name) for name in GROUP_VARIABLES})
+        self.channel.send(answer, [] if self.memory is None else [self.memory])
+
     def imports(self) -> Imports:
         """Return the modules that the worker has imported since it became a rank, as far as known."""
         return self._hook.imports() if self._hook else Imports()
@@ -202,7 +224,7 @@ class RankProcess:
         """
         if self._is_terminated:
             return False
-        if not self.page.quiesced or self.page.quiesced != self.page.handoff:
+        if not self.is_quiesced:
             self._is_terminated = True
             self._send(b"T")
             return False

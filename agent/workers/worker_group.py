@@ -12,6 +12,7 @@ Events are posted in this order:
 3. `RanksQuiesced`, when all ranks are quiesced for a handoff with snapshots, and again when the neighbours have their
    parts of these snapshots; `PublishAsked`, for each checkpoint that a rank asks to commit.
 4. `WorkerExited`, for each rank.
+   If the ranks enter another group instead: `InventoryChanged`, if they may take snapshots, and then `WorkersMoved`.
 5. Once no process of any rank is left: `InventoryChanged`, if the ranks may take snapshots, and then `WorkersGone`.
 
 Hangs and step times of the ranks are posted by the hang monitor (`agent/diagnose/hang_monitor.py`).
@@ -25,9 +26,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from agent import clock
 from agent.config import HangConfig
 from agent.core.budget import is_peer_lost
-from agent.core.events import PublishAsked, RanksQuiesced, RanksStarted, RestorePointAsked, WorkerExited, WorkersGone
+from agent.core.events import (
+    PublishAsked,
+    RanksQuiesced,
+    RanksStarted,
+    RestorePointAsked,
+    WorkerExited,
+    WorkersCannotMove,
+    WorkersGone,
+    WorkersMoved,
+)
 from agent.diagnose.hang_monitor import HangMonitor
 from agent.links.queries import LiveRank
 from agent.observe.log import log
@@ -57,6 +68,8 @@ if TYPE_CHECKING:
     from agent.workers.launch_plan import Launch, RankCommand
 
 _ASK_EVERY_S = 0.05
+_MOVE_WITHIN_S = 10.0
+"""How long a rank may take to leave its old group."""
 _SETTLED_S = 2.5
 """A script that has imported no module for this long has most likely begun to train. Used for scripts that do not
 report their first step."""
@@ -106,6 +119,8 @@ class WorkerGroup:
         self._quiesced_handoff = 0
         """Number of the newest handoff for which all ranks were quiesced with snapshots."""
         self._is_ending = False
+        self._move: Launch | None = None
+        """The group into which the ranks are to be sent. None: they are not."""
         self._shown_rank: int | None = None
         """The rank of this group whose last lines were printed because the console does not show its output."""
         self._reactor = Reactor("workers")
@@ -139,11 +154,24 @@ class WorkerGroup:
         self._hang_monitor.begin(launch.group, [rank.process for rank in ranks if rank.process])
         self._reactor.call_later(_SETTLED_S, partial(self._refill_standbys_later, launch.group, _SETTLED_S, -1))
 
+    def move(self, group: int, launch: Launch) -> None:
+        """Send the ranks of this group, which are quiesced, into another group.
+
+        Posts `WorkersMoved` once all have asked what becomes of them, or `WorkersCannotMove`.
+        """
+        with self._lock:
+            if group != self._group or self._is_ending:
+                return  # the core learns of their end in any case
+            self._move = launch
+        self._reactor.call_soon(self._keep_trying_to_move)
+
     def terminate(self, group: int) -> None:
         """Ask each rank of this group to end, if the group is the running one. See `RankProcess.ask_to_end`."""
         with self._lock:
             is_new = group == self._group and not self._is_ending
             self._is_ending |= is_new
+            if is_new:
+                self._move = None
         if is_new:
             self._hang_monitor.end()
             self._reactor.call_soon(self._keep_asking_to_end)
@@ -299,6 +327,59 @@ class WorkerGroup:
             still = [process for process in self._living() if process.ask_to_end()] if self._is_ending else []
         return bool(still)
 
+    def _keep_trying_to_move(self) -> None:
+        if self._try_to_move():
+            self._reactor.call_later(_ASK_EVERY_S, self._keep_trying_to_move)
+
+    def _try_to_move(self) -> bool:
+        """Send the ranks into the other group if all have asked. Return whether to try again soon."""
+        with self._lock:
+            launch, processes, last = self._move, self._living(), self._group
+            if launch is None:
+                return False
+            can_move = all(process.is_quiesced and process.channel.can_move for process in processes)
+            if not can_move or len(processes) != len(launch.commands):
+                self._move = None
+            elif not all(process.channel.awaits_leave_answer for process in processes):
+                return True
+        if self._move is None:
+            self._post(WorkersCannotMove(last))
+        else:
+            self._send_into(launch)
+        return False
+
+    def _send_into(self, launch: Launch) -> None:
+        """Send the ranks, all of which wait, into the other group. They write no snapshots until they have noticed."""
+        last, step, at = self._group, max(rank.step for rank in self._ranks), clock.now()
+        self.snapshots.end()
+        with self._lock:
+            self._move, self._group = None, launch.group
+            self._has_asked_restore_point = self._has_started = False
+            self._shown_rank = None
+            self._quiesced_handoff = 0
+            for rank, command in zip(self._ranks, launch.commands, strict=True):
+                assert rank.process is not None  # noqa: S101 - they live
+                rank.group, rank.command = launch.group, command
+                rank.process.renew_memory()
+            if launch.source is not None:
+                self.snapshots.begin(launch.source, launch.group, _snapshot_memories(self._ranks), launch.next_node)
+            self._post(WorkersMoved(last, step, at))
+            for rank in self._ranks:
+                if rank.process:
+                    rank.process.move(rank.command)
+        self._hang_monitor.begin(launch.group, self._living())
+        self._reactor.call_later(_MOVE_WITHIN_S, partial(self._kill_unmoved, launch.group))
+
+    def _kill_unmoved(self, group: int) -> None:
+        """Kill the ranks that have not left their old group: they stopped waiting at the same moment, or are stuck."""
+        with self._lock:
+            unmoved = [process for process in self._living() if process.channel.is_moving]
+            if group != self._group or not unmoved:
+                return
+            log.warning(f"rank {unmoved[0].rank} did not leave its old group within {_MOVE_WITHIN_S:g} s: killed")
+            for process in unmoved:
+                process.kill()
+
     def _refill_standbys_later(self, group: int, after_s: float, known: int) -> None:
         """Start standbys although the group has not reported its first step.
 
@@ -362,6 +443,8 @@ class WorkerGroup:
             self._post(started)
         if self._is_ending:  # the message may be the question whether the group is over
             self._ask_to_end()
+        elif self._move is not None:
+            self._try_to_move()
         return True
 
     def _ranks_started(self) -> RanksStarted | None:
@@ -374,7 +457,8 @@ class WorkerGroup:
             name: max(getattr(started, name) for started in reports)
             for name in ("entered", "joined", "loaded", "stepped", "step")
         }
-        return RanksStarted(group=self._group, **latest)
+        can_move = all(channel.can_move for channel in self._channels())
+        return RanksStarted(group=self._group, can_move=can_move, **latest)
 
     def _ranks_quiesced(self) -> RanksQuiesced | None:
         """Return the event that all ranks are quiesced for another handoff, with snapshots. With the lock held."""

@@ -264,7 +264,7 @@ class Agent:
                 self.mirror.follow(effect)
             case fx.HoldLinks():
                 self.cluster.network.hold(self, effect)
-            case fx.StartWorkers(_, node_rank):
+            case fx.StartWorkers(node_rank=node_rank) | fx.MoveWorkers(node_rank=node_rank):
                 self.ranks.act(effect)
                 if node_rank == 0:  # the port is this group's now
                     self.reserve_port()

@@ -147,6 +147,16 @@ class Invariants:
         assert run == self._run or is_of_others, f"{agent.name} trains as {run}"
         assert known == group or is_of_others, f"{agent.name} has another group {group.number}"
 
+    def on_move(self, agent: Agent, group: Group, run: str) -> None:
+        """Living ranks enter another group: a newer one, written, and entered in place."""
+        last = agent.ranks.group
+        assert last is not None
+        assert group.in_place, f"ranks on {agent.name} move into group {group.number}, for which all start anew"
+        assert group.number > last.number, f"ranks on {agent.name} move from group {last.number} to {group.number}"
+        is_of_others = self._is_of_others()
+        known = self.groups.get(group.number, group)
+        assert (run == self._run and known == group) or is_of_others, f"{agent.name} moves to an unknown group"
+
     def on_exit(self, agent: Agent) -> None:
         assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
 

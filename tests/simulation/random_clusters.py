@@ -39,6 +39,7 @@ def _play(cluster: Cluster, steps: int) -> None:
     training.hands_off = training.saves_every > 0 and chance.random() < 0.8
     training.is_local = chance.random() < 0.15
     training.has_large_parts = chance.random() < 0.3
+    training.moves = training.hands_off and chance.random() < 0.5
     training.misses = chance.choice((0.0, 0.3))
     training.tells_pace = chance.random() < 0.5
     training.hang_limit_s = chance.choice((0.0, 1.5, 6.0))

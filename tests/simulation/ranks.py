@@ -61,11 +61,13 @@ class Ranks:
         """Whether all of them live, for this group."""
         return self.number == number and not self.is_stopping and len(self.living) == self._agent.state.me.nproc
 
-    def act(self, effect: fx.LocalEffect) -> None:
+    def act(self, effect: fx.LocalEffect) -> None:  # noqa: C901 - one a kind of effect
         match effect:
             case fx.StartWorkers(group, node_rank, spec):
                 self.node_rank = node_rank
                 self._start(group, spec.run)
+            case fx.MoveWorkers(from_group, group, node_rank, spec) if self.number == from_group:
+                self.later(self._cluster.random.uniform(0.0, 0.2), lambda: self._move(group, node_rank, spec.run))
             case fx.SendRestorePoint(restore_point):
                 self.restore_point = restore_point
                 if self.world is not None:
@@ -84,17 +86,36 @@ class Ranks:
 
     def _start(self, group: Group, run: str) -> None:
         self._cluster.invariants.on_start(self._agent, group, run)
-        self.group, self.restore_point, self.page = group, None, 0
         self.living = set(range(self._agent.state.me.nproc))
         self.is_stopping = False
+        self.starts += 1
+        self._enter(group, run)
+        if self.bad_code:
+            self.later(0.02, lambda code=self.bad_code: self._fail_early(code))  # also if the node is mended until then
+
+    def _move(self, group: Group, node_rank: int, run: str) -> None:
+        """They keep their processes, and act for another group from now on; if they are quiesced."""
+        agent, last = self._agent, self.group
+        assert last is not None
+        if not self._is_quiesced() or len(self.living) < agent.state.me.nproc:
+            agent.post(ev.WorkersCannotMove(last.number))
+            return
+        self._cluster.invariants.on_move(agent, group, run)
+        world, step = self.world, self.reached
+        self.node_rank = node_rank
+        agent.post(ev.InventoryChanged(tuple(agent.memory.values())))
+        self._enter(group, run)
+        agent.post(ev.WorkersMoved(last.number, step, self.started_at))
+        if world is not None:
+            world.on_gone(agent)
+
+    def _enter(self, group: Group, run: str) -> None:
+        self.group, self.restore_point, self.page = group, None, 0
         self.idle.clear()
         self.before = self.reached
-        self.starts += 1
         self.started_at = self._agent.clock()
         self.world = self._cluster.training.join(group, run)
         self.watch()
-        if self.bad_code:
-            self.later(0.02, lambda code=self.bad_code: self._fail_early(code))  # also if the node is mended until then
         if self._cluster.training.hands_off:
             self.later(
                 self._cluster.random.uniform(0.0, 0.5), lambda: self._agent.post(ev.RestorePointAsked(group.number))
@@ -112,7 +133,8 @@ class Ranks:
         loaded = max(self.started_at, now - (self._cluster.now - self.world.loaded_at))
         joined = (self.started_at + loaded) / 2
         entered = (self.started_at + joined) / 2
-        self._agent.post(ev.RanksStarted(self.number, entered, joined, loaded, now, self.world.step))
+        can_move = self._cluster.training.moves
+        self._agent.post(ev.RanksStarted(self.number, entered, joined, loaded, now, self.world.step, can_move))
 
     def _set_handoff(self, group: int, number: int, *, in_memory: bool) -> None:
         """It stands on their page, and they see it when they look."""

@@ -122,6 +122,7 @@ class Scenario:
         training.hang_limit_s = float(options.get("hangs", "0"))
         training.tells_pace = "paced" in job
         training.has_large_parts = "large" in job
+        training.moves = "moves" in job
         self.cluster.network.are_clocks_compared = "strange" not in job
         training.saves_every = int(options.get("saves", "0"))
         training.closes_every = int(options.get("closes", "0"))

@@ -279,6 +279,8 @@ class Training:
         self.keep = 2
         self.hands_off = False
         """Ranks ask where to begin, and stop together when asked to."""
+        self.moves = False
+        """Ranks that are quiesced can enter the next group without a new process."""
         self.misses = 0.0
         """Share of handoffs in which the ranks miss each other at the step that they had settled on."""
         self.is_local = False

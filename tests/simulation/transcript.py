@@ -198,6 +198,8 @@ class Transcript:
         match effect:
             case fx.StartWorkers(group=group):
                 self.name(f"start {group.number}", agent.name)
+            case fx.MoveWorkers(group=group):
+                self.name(f"move {group.number}", agent.name)
             case fx.AnswerPublish(copy=copy, checkpoint=None):
                 self.note(f"refused {agent.name}: {named(copy)}")
             case fx.SaveSnapshot(copy=copy):

@@ -264,3 +264,48 @@ def test_a_status_has_only_parts_about_its_own_member_and_group() -> None:
     for group, incarnation in ((2, "i"), (1, "j")):
         with pytest.raises(ValueError, match="wanted parts about group"):
             MemberStatus(group=group, node_id="a", incarnation=incarnation, quiesced=stands)
+
+
+IN_PLACE = msgspec.structs.replace(GROUP, number=2, in_place=True)
+
+
+def about_to_move() -> LocalWorkers:
+    """Workers that are quiesced for a handoff, and were asked to move into the next group at second 1."""
+    quiesced = replace(running(), can_move=True, sent_handoff=1)
+    moving, effects = follow_group(quiesced, IN_PLACE, ME, SPEC, 1.0, AT_ONCE)
+    assert effects == (fx.MoveWorkers(1, IN_PLACE, 0, SPEC),)
+    assert follow_group(moving, IN_PLACE, ME, SPEC, 2.0, AT_ONCE) == (moving, ()), "they are asked once"
+    return moving
+
+
+def test_workers_that_have_moved_are_those_of_the_next_group() -> None:
+    moved = about_to_move().apply_event(ev.WorkersMoved(1, 7, 2.5), 3.0)
+    assert (moved.group, moved.before, moved.started_at, moved.is_alive) == (2, 7, 2.5, True)
+    assert follow_group(moved, IN_PLACE, ME, SPEC, 99.0, AT_ONCE) == (moved, ())
+
+
+@pytest.mark.parametrize("why", ["they cannot", "one has ended", "another group is wanted", "they are late"])
+def test_workers_that_do_not_move_are_ended(why: str) -> None:
+    workers, wanted, now = about_to_move(), IN_PLACE, 2.0
+    if why == "they cannot":
+        workers = workers.apply_event(ev.WorkersCannotMove(1), 1.5)
+    elif why == "one has ended":
+        workers = workers.apply_event(exited(0, 101, ""), 1.5)
+    elif why == "another group is wanted":
+        wanted = msgspec.structs.replace(IN_PLACE, number=3)
+    else:
+        now = 30.0
+    workers, effects = follow_group(workers, wanted, ME, SPEC, now, replace(AT_ONCE, grace_s=5.0))
+    assert effects == (fx.TerminateWorkers(1),)
+    workers = workers.apply_event(ev.WorkersGone(1), now + 1)
+    _, effects = follow_group(workers, wanted, ME, SPEC, now + 1, AT_ONCE)
+    assert effects == (fx.StartWorkers(wanted, 0, SPEC),)
+
+
+@pytest.mark.parametrize("why", ["no handoff", "they have not said that they can", "all start anew"])
+def test_workers_are_not_asked_to_move(why: str) -> None:
+    workers = replace(running(), can_move=why != "they have not said that they can")
+    workers = replace(workers, sent_handoff=0 if why == "no handoff" else 1)
+    wanted = msgspec.structs.replace(IN_PLACE, in_place=why != "all start anew")
+    _, effects = follow_group(workers, wanted, ME, SPEC, 1.0, replace(AT_ONCE, grace_s=5.0))
+    assert effects == (fx.TerminateWorkers(1),)

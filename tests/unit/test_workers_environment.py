@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from reasons import LOST
 
@@ -224,7 +225,13 @@ def test_the_group_variables_are_all_that_depends_on_the_group() -> None:
     standing = static_environment(base, RankSlot(3, 1, FACTS.interface, FACTS.snapshots))
     assert {name: value for name, value in one.items() if name not in GROUP_VARIABLES} == standing
     assert {name: value for name, value in other.items() if name not in GROUP_VARIABLES} == standing
-    assert set(one) >= GROUP_VARIABLES - {contract.PS_INCARNATION}, "which processes of parameter servers have"
+    assert set(one) >= GROUP_VARIABLES - {contract.PS_INCARNATION, contract.SETUP}, "the first is of parameter servers"
+
+
+def test_ranks_of_a_group_that_is_entered_in_place_set_up_alone() -> None:
+    in_place = msgspec.structs.replace(GROUP, in_place=True)
+    assert contract.SETUP not in build_environment({contract.SETUP: "alone"}, RankPlace(GROUP, 1, 1), FACTS, LOG)
+    assert build_environment({}, RankPlace(in_place, 1, 1), FACTS, LOG)[contract.SETUP] == "alone"
 
 
 def test_a_rank_gets_the_limits_of_snapshots() -> None:

@@ -136,6 +136,11 @@ class Capturer:
         if os.getpid() == self._process:
             self._copier.join()
 
+    def close(self) -> None:
+        """Wait until nothing is being copied, and make no further copies."""
+        self.settle()
+        self._copier.close()
+
     def take_waited_s(self) -> float:
         """Return the seconds that training has waited for the copying thread since the last call."""
         return self._copier.take_waited_s()

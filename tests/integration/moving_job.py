@@ -1,0 +1,91 @@
+"""A training script with `State.run`: `moving_job.py DIRECTORY EPOCHS STEP_TIME_S SETUP_S`.
+
+It writes, for the test:
+
+    DIRECTORY/trace.jsonl        the steps that rank 0 has committed
+    DIRECTORY/ledger.{pid}       a line of JSON for each step of this process: what it trained, as which rank
+    DIRECTORY/setup.{pid}        what the process saw of its place before `state.run`
+    DIRECTORY/weights.pt         the result
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer_runtime as tr
+
+SAMPLES = 119
+GLOBAL_BATCH = 24
+STEPS_PER_EPOCH = 5
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Points of two classes."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._points = torch.randn(SAMPLES, 8, generator=generator)
+        self._classes = (self._points.sum(dim=1) > 0).long()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._points[index], self._classes[index]
+
+
+def main() -> None:
+    """Train."""
+    directory, epochs, step_time_s, setup_s = Path(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:5])
+    tr.init()
+    (directory / f"setup.{os.getpid()}").write_text(f"{tr.is_main()} {dist.get_world_size()}")
+    time.sleep(setup_s)  # what a real script takes to read its model and index its data
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
+    model = DistributedDataParallel(net, bucket_cap_mb=0.001)  # several buckets
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.9)
+    loader = tr.DataLoader(Samples(), global_batch=GLOBAL_BATCH, num_workers=2, persistent_workers=True)
+    state = tr.State(model=model, opt=opt, schedule=schedule, data=loader, save_every=1000)
+    places = []
+
+    @state.on_regroup
+    def note_place(rank: int, world_size: int) -> None:
+        places.append((rank, world_size))
+
+    def train() -> None:
+        for _ in state.epochs(epochs):
+            for points, classes in state.steps(loader):
+                opt.zero_grad()
+                loss = nn.functional.cross_entropy(model(points), classes) * loader.weight
+                loss.backward()
+                opt.step()
+                schedule.step()
+                group, step = state.group, state.step + 1
+                line = {"epoch": state.epoch, "step": step, "indices": loader.indices, "places": places}
+                with (directory / f"ledger.{os.getpid()}").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                state.commit()
+                if tr.is_main():
+                    line = {"t": time.time(), "group": group, "step": step, "world": tr.world_size()}
+                    with (directory / "trace.jsonl").open("a") as file:
+                        file.write(json.dumps({**line, "loss": loss.item()}) + "\n")
+                if not (directory / "hurry").exists():
+                    time.sleep(step_time_s)  # the time that a step computes
+
+    state.run(train)
+    if tr.is_main():
+        torch.save(net.state_dict(), directory / "weights.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Ranks of a script with `State.run` keep their processes in planned changes, and train on as if nothing happened."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integration.conftest import PATIENCE_S, Job
+from integration.moving_job import SAMPLES, STEPS_PER_EPOCH
+
+from agent.rehearse.cluster import read_trace
+
+Make = Callable[..., Job]
+SCRIPT = Path(__file__).with_name("moving_job.py")
+
+
+def command(job: Job, *, setup_s: float = 0.0) -> list[str]:
+    return [str(SCRIPT), str(job.directory), str(job.epochs), str(job.step_time_s), str(setup_s)]
+
+
+def ledgers(job: Job) -> dict[int, list[dict[str, Any]]]:
+    """What each process has trained, by pid."""
+    found = {int(path.suffix[1:]): path for path in job.directory.glob("ledger.*")}
+    return {pid: [json.loads(line) for line in path.read_text().splitlines()] for pid, path in found.items()}
+
+
+def pid_of(job: Job, node: str) -> int:
+    (worker,) = job.nodes[node].workers()
+    return worker.pid
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: Any) -> Callable[[int], dict[str, torch.Tensor]]:  # noqa: ANN401
+    """The weights of a run of one node, by number of epochs."""
+
+    def weights(epochs: int) -> dict[str, torch.Tensor]:
+        directory = tmp_path_factory.mktemp("undisturbed")
+        with Job(directory, etcd.endpoint, directory.name) as alone:
+            alone.epochs = epochs
+            alone.start("a", "1", command(alone))
+            alone.finish()
+            return dict(torch.load(alone.weights))
+
+    return weights
+
+
+def assert_right(job: Job, weights: dict[str, torch.Tensor]) -> None:
+    """Each step was taken once, each sample counted once an epoch, and the result is that of an undisturbed run."""
+    steps: dict[int, Counter[int]] = defaultdict(Counter)
+    taken = Counter[int]()
+    for lines in ledgers(job).values():
+        for line in lines:
+            steps[line["epoch"]].update(line["indices"])
+    for line in read_trace(job.trace):
+        taken[line.step] += 1
+    assert set(taken) == set(range(1, STEPS_PER_EPOCH * job.epochs + 1))
+    assert max(taken.values()) == 1
+    assert all(counts == Counter(range(SAMPLES)) for counts in steps.values())
+    for name, tensor in torch.load(job.weights).items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_that_stay_keep_their_processes(job: Make, undisturbed: Callable[[int], dict[str, torch.Tensor]]) -> None:
+    """Three nodes, then two, then three again: a newcomer sets up alone; then a node is asked to leave."""
+    running = job()
+    running.epochs = 200
+    for name in ("a", "b", "c"):
+        running.start(name, "1:3", command(running))
+    group = running.wait_for_step(3, world=3)
+    pids = {name: pid_of(running, name) for name in ("a", "b", "c")}
+    running.scale("2")
+    group = running.wait_for_step(1, after_group=group, world=2)
+    left = next(name for name in pids if not running.nodes[name].workers())
+    running.scale("1:3")
+    group = running.wait_for_step(1, after_group=group, world=3)
+    newcomer = pid_of(running, left)
+    assert (running.directory / f"setup.{newcomer}").read_text() == "False 1", "it sets up alone"
+    stayers = {name: pid for name, pid in pids.items() if name != left}
+    assert {name: pid_of(running, name) for name in stayers} == stayers
+    leaver = min(stayers)
+    running.nodes[leaver].terminate()
+    assert running.nodes[leaver].wait(PATIENCE_S) == 0
+    running.wait_for_step(1, after_group=group, world=2)
+    (last,) = stayers.keys() - {leaver}
+    assert pid_of(running, last) == stayers[last]
+    assert pid_of(running, left) == newcomer
+    running.finish()
+    assert len(ledgers(running)) == 4, "three at first, and one newcomer"
+    places = ledgers(running)[stayers[last]][-1]["places"]
+    assert [world for _, world in places] == [3, 2, 3, 2]
+    assert_right(running, undisturbed(running.epochs))

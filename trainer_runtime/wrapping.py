@@ -1,0 +1,72 @@
+"""The modules that a script has wrapped in DistributedDataParallel, so that they can be wrapped again in another group.
+
+DistributedDataParallel keeps its process group for life, and what it sends is laid out for it. So a module is wrapped
+again by `__init__`, on the same object and with the same arguments. The script's hooks, and its `training` flag, are
+put back.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_FOREIGN = ("process_group", "device_mesh", "mixed_precision", "delay_all_reduce_named_params")
+"""Arguments of DistributedDataParallel with which a module cannot be wrapped again."""
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """Of `DistributedDataParallel.__init__`, without the module."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+_wrapped: WeakKeyDictionary[DistributedDataParallel, _Arguments] = WeakKeyDictionary()
+"""The modules that are wrapped, in the order in which they were."""
+
+
+@functools.cache
+def record_wrapping() -> None:
+    """Record from now on with which arguments modules are wrapped; further calls do nothing."""
+    wrap = DistributedDataParallel.__init__
+
+    @functools.wraps(wrap)
+    def wrap_and_record(self: DistributedDataParallel, module: nn.Module, *given: Any, **named: Any) -> None:  # noqa: ANN401
+        wrap(self, module, *given, **named)
+        _wrapped[self] = _Arguments(given, named)
+
+    DistributedDataParallel.__init__ = wrap_and_record  # type: ignore[method-assign]
+
+
+def wrapped_modules() -> list[DistributedDataParallel]:
+    """Return the modules that are wrapped, in the order in which they were."""
+    return list(_wrapped)
+
+
+def find_unusual_wrapping() -> str:
+    """Return why a module cannot be wrapped again; empty: all can."""
+    for module, arguments in _wrapped.items():
+        foreign = next((name for name in _FOREIGN if arguments.named.get(name)), None)
+        if foreign:
+            return f"a module is wrapped in DistributedDataParallel with {foreign}"
+        if module._comm_hooks:  # noqa: SLF001 - no public name
+            return "DistributedDataParallel has a communication hook"
+    return ""
+
+
+def wrap_again(module: DistributedDataParallel) -> None:
+    """Wrap a module again, in the present process group; a collective."""
+    arguments = _wrapped[module]
+    kept = {name: getattr(module, name) for name in _HOOKS}
+    is_training = module.training
+    DistributedDataParallel.__init__(module, module.module, *arguments.positional, **arguments.named)
+    for name, hooks in kept.items():
+        setattr(module, name, hooks)
+    module.training = is_training
