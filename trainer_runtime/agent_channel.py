@@ -218,6 +218,18 @@ class AgentChannel:
         finally:
             self._lock.release()
 
+    def ask_place(self) -> Move:
+        """Report that this process has set up, and wait until it is sent into a group.
+
+        Raises:
+            AgentGoneError: the agent has exited.
+        """
+        with self._lock:
+            self._send({"ask": "place"})
+            while not (packet := self._receive()).startswith(_MOVE):
+                continue
+            return self._read_move(packet)
+
     def late_answer(self) -> Leave | Move | None:
         """Return an answer that came after `ask_leave` had stopped waiting; does not wait.
 

@@ -41,6 +41,7 @@ is closed when the agent exits.
 | worker | `{"quiesced": {"handoff", "step"}}` | all ranks are quiesced at this step, with snapshots; no answer |
 | agent | `{"leave": true}` | the group is over: exit with `EXIT_RESTART`. Without an answer the rank continues |
 | agent | `{"move": {variable: value}}` | the group is over: go on in another one, with these environment variables |
+| worker | `{"ask": "place"}` | This process has set up: which group does it enter? Answered with `move`, perhaps late |
 | worker | `{"can_move": boolean}` | whether this rank can do that; no answer |
 | worker | `{"moved": true}` | it has left the old group: what it sends from now on is of the new one; no answer |
 | worker | `{"started": {"entered", "joined", "loaded", "stepped", "step"}}` | the first step is committed; no answer |
@@ -113,7 +114,8 @@ SNAPSHOT_OVERHEAD = "ELASTIC_AGENT_SNAPSHOT_OVERHEAD"
 SNAPSHOT_MEMORY = "ELASTIC_AGENT_SNAPSHOT_MEMORY"
 """Bytes that the snapshots of all ranks of a node may take together; absent: half of the memory free in its cgroup."""
 SETUP = "ELASTIC_AGENT_SETUP"
-"""`alone`: the process sets up in a world of its own, and enters its group at `State.run`. Absent: as usual."""
+"""The process sets up in a world of its own, and enters a group at `State.run`: its own (`alone`), or one that it waits
+for (`wait`). Absent: it enters its group at `init`."""
 HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
 """Seconds that a rank quiesced for a handoff waits for the next group before it continues training."""
 SCRIPT_CALLS = "ELASTIC_AGENT_SCRIPT_CALLS"

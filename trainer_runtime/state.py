@@ -46,6 +46,7 @@ from trainer_runtime.stacks import register_stack_dump
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.snapshots import SnapshotTaker
 
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
@@ -229,11 +230,9 @@ class State:
         """
         if self._saver is not None:
             return
-        if membership.is_alone:
-            raise RuntimeError(
-                "an earlier process of this job has trained within state.run(), so this one sets up before it enters "
-                "its group: call state.run() in every process, before state.restore() and state.epochs()"
-            )
+        if membership.is_alone:  # an earlier version of the script has called `run`
+            warn("earlier processes of this job have trained within state.run(), and this script does not call it")
+            self._enter_first_group()
         with exit_without_restart(self._channel):
             identity = require_only_state(State._restored, self._directory, self._run, self._channel, self._page)
         self._turn = len(State._restored) + 1
@@ -301,10 +300,26 @@ class State:
                 "wanted state.run() once, before state.restore() and state.epochs(); call these within it"
             )
         self._is_run = True
-        if membership.is_alone:
-            enter_group({}, on_left=lambda: None)
+        self._enter_first_group()
         self._call_regroup_hooks()
         return train()
+
+    def _enter_first_group(self) -> None:
+        """Enter the group, if this process has set up in a world of its own."""
+        if not membership.is_alone:
+            return
+        if os.environ.get(contract.SETUP) == "wait" and self._channel is not None:
+            move = self._channel.ask_place()
+            milestones.begin_again()
+            self._enter_as_sent(move, self._channel)
+        else:
+            enter_group({}, on_left=lambda: None)
+
+    @staticmethod
+    def _enter_as_sent(move: Move, channel: AgentChannel) -> None:
+        if move.descriptor is not None:  # the number of the descriptor stays
+            replace_snapshot_memory(move.descriptor)
+        enter_group(move.variables, channel.begin_group)
 
     def _call_regroup_hooks(self) -> None:
         for hook in self._regroup_hooks:
@@ -536,9 +551,7 @@ class State:
                 self._saver.close()
                 self._saver = self._snapshots = self._handoff = None
                 milestones.begin_again()
-                if move.descriptor is not None:  # the number of the descriptor stays
-                    replace_snapshot_memory(move.descriptor)
-                enter_group(move.variables, self._channel.begin_group)
+                self._enter_as_sent(move, self._channel)
                 self._restore()
                 self._require_same_step(*began_at)
                 self._pos.due = 0  # what is done once in a group is due at the next commit

@@ -48,7 +48,7 @@ def apply_event(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
         case ev.RanksQuiesced():
             until = now + state.policy.handoff_wait_s
             return replace(state, workers=state.workers.note_quiesced(event, until))
-        case ev.WorkerExited() | ev.WorkersGone() | ev.WorkersMoved() | ev.WorkersCannotMove():
+        case ev.WorkerExited() | ev.WorkersGone() | ev.WorkersMoved() | ev.WorkersReady() | ev.WorkersCannotMove():
             return replace(state, workers=state.workers.apply_event(event, now))
         case ev.StopAsked(signal):
             return _on_stop_asked(state, signal, now)

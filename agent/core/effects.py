@@ -130,6 +130,16 @@ class WriteRestorePoint:
 
 
 @dataclass(frozen=True)
+class WriteSpec:
+    """Change the spec, if it, the group and the leadership have not changed."""
+
+    spec: Spec
+    spec_revision: int
+    group_revision: int
+    leader_revision: int
+
+
+@dataclass(frozen=True)
 class WriteHandoff:
     """Request a handoff, if the group and the leadership have not changed."""
 
@@ -201,6 +211,7 @@ StoreEffect = (
     | WriteGroup
     | WriteStatus
     | WriteRestorePoint
+    | WriteSpec
     | WriteHandoff
     | WriteCheckpoint
     | WriteSuspicion
@@ -285,6 +296,19 @@ class StartWorkers:
 
 
 @dataclass(frozen=True)
+class SetUpWorkers:
+    """Start this node's processes for the set-up of the script. They wait before they enter a group.
+
+    Answered by `WorkersReady`.
+    """
+
+    group: Group
+    """The current group, as if this node had joined it."""
+    node_rank: int
+    spec: Spec
+
+
+@dataclass(frozen=True)
 class MoveWorkers:
     """Send this node's living rank processes, which are quiesced, into another group.
 
@@ -340,6 +364,7 @@ class Exit:
 
 LocalEffect = (
     StartWorkers
+    | SetUpWorkers
     | MoveWorkers
     | SendRestorePoint
     | RequestHandoff

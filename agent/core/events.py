@@ -104,6 +104,14 @@ class WorkersMoved:
 
 
 @dataclass(frozen=True)
+class WorkersReady:
+    """All local processes that set up before they are let in have done so, and wait."""
+
+    group: int
+    """Number of the group that ran as they were started."""
+
+
+@dataclass(frozen=True)
 class WorkersCannotMove:
     """The local ranks of this group cannot enter the next one: they are not quiesced, or one of them has ended."""
 
@@ -269,6 +277,7 @@ Event = (
     | WorkersGone
     | WorkersMoved
     | WorkersCannotMove
+    | WorkersReady
     | StopAsked
     | Ticked
 )

@@ -25,7 +25,7 @@ from agent.core import events as ev
 from agent.core import fence, last_checkpoint, neighbours
 from agent.core.apply_event import apply_event, ask_to_leave, held_until, leave_as_asked, should_start_over
 from agent.core.incident import GroupChange, members_of
-from agent.core.local_workers import Patience, follow_group
+from agent.core.local_workers import Patience, Place, follow_group
 from agent.core.model import ClusterView, Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
 from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
@@ -121,17 +121,34 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
     if state.leaving is None and group is not None and state.is_member:
         wanted = group if group.run == cached.spec.run else None
     patience = Patience(_grace_s(state), state.policy.kill_timeout_s, state.policy.same_within_s)
-    workers, effects = follow_group(state.workers, wanted, state.identity, cached.spec, now, patience)
+    may_wait = wanted is None and _may_wait(state, cached.spec)
+    joined = _as_member(state, group, cached.spec) if may_wait and group is not None else None
+    place = Place(wanted, state.identity, cached.spec, joined, may_wait=may_wait)
+    workers, effects = follow_group(state.workers, place, now, patience)
     if workers is not state.workers:
         state = replace(state, workers=workers)
     state, sent = _send_to_workers(state)
     return state, effects + sent
 
 
+def _may_wait(state: AgentState, spec: Spec) -> bool:
+    """Whether processes of this node, which is no member, may set up the script and wait until they are let in."""
+    is_asked_to_leave = state.leaving is not None or state.drain_until is not None
+    return spec.in_place and not is_asked_to_leave and state.node_id not in spec.excluded and not state.health
+
+
+def _as_member(state: AgentState, group: Group, spec: Spec) -> Group | None:
+    """Return the current group as if this node had joined it; None if it cannot for now."""
+    registered = state.registered
+    if registered is None or not group.members or group.run != spec.run or state.identity in group.left_out:
+        return None
+    return msgspec.structs.replace(group, members=(*group.members, registered.value.member), in_place=True)
+
+
 def _send_to_workers(state: AgentState) -> tuple[AgentState, Effects]:
     """Send the running workers the restore point and the handoff request of their group, each once."""
     workers, sent = state.workers, list[fx.Effect]()
-    if not workers.is_alive:
+    if not workers.is_alive or workers.is_waiting:
         return state, ()
     restore_point = state.cached.restore_point if state.cached is not None else None
     if restore_point is not None and restore_point.group == workers.group > state.sent_restore_point:
@@ -326,6 +343,9 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
             return fx.WriteGroup(group, change, planned.restored, group_revision, spec_revision, leader_revision)
         case HandoffRequest() as handoff:
             return fx.WriteHandoff(handoff, group_revision, leader_revision)
+        case Spec() as spec:
+            assert view.spec is not None  # noqa: S101 - the plan changes it
+            return fx.WriteSpec(spec, view.spec.mod_revision, group_revision, leader_revision)
         case RestorePoint() as restore_point:
             return fx.WriteRestorePoint(restore_point, group_revision, leader_revision)
         case Result() as result:

@@ -2,7 +2,8 @@
 
 Workers of a group live from `StartWorkers` until `WorkersGone`. No worker of a newer group is started before that. If
 the next group is entered in place, quiesced workers that can move go on in it: `WorkersMoved` ends the old group here.
-If they cannot after all, or do not answer in time, they are ended, and others are started. When
+If they cannot after all, or do not answer in time, they are ended, and others are started. A node that is no member
+starts processes, too: they set up the script, and wait until the node is let in. When
 a worker fails, the others are killed at once, because they hang in a collective with it. If it failed because of a
 broken connection, the cause is most likely the failure of another worker. Then the others get a moment to fail by
 themselves.
@@ -25,8 +26,11 @@ from agent.core.model import (
     Quiesced,
     Spec,
 )
+from agent.core.reasons import SetUpFailed
 
 _CAUSE_WITHIN_S = 1.5
+_PLANNED = frozenset({"join", "scale", "drain"})
+"""Causes for which the ranks were quiesced. An operator who asks for a restart wants new processes."""
 _MOVE_WITHIN_S = 10.0
 """How long workers may take to leave for the next group."""
 
@@ -59,6 +63,10 @@ class LocalWorkers:
     """A process of theirs may be alive."""
     exits: tuple[ev.WorkerExited, ...] = ()
     """In the order in which they were seen."""
+    is_waiting: bool = False
+    """They set up the script, or have done so, and are in no group yet. `group` is the one that ran at their start."""
+    set_up_failure: SetUpFailed | None = None
+    """How the first of them has ended in the set-up, by itself. None: none has."""
     is_asked_to_end: bool = False
     is_killed: bool = False
     stuck_at: float | None = None
@@ -75,7 +83,7 @@ class LocalWorkers:
     report: ExitReport | None = None
     """The exit report as it was first written, so that it is the same when it is written again."""
     can_move: bool = False
-    """They have made a step, and can enter the next group without a new process."""
+    """They can enter the next group without a new process: they have made a step, or have set up and wait."""
     entering: LocalWorkers | None = None
     """What they are once they have moved. None: they were not asked to."""
     move_until: float | None = None
@@ -96,8 +104,10 @@ class LocalWorkers:
             return False
         return all(_is_consequence(e) for e in self.failures) or all(e.script_error for e in self.failures)
 
-    def apply_event(
-        self, event: ev.WorkerExited | ev.WorkersGone | ev.WorkersMoved | ev.WorkersCannotMove, now: float
+    def apply_event(  # noqa: PLR0911 - one for each kind of event
+        self,
+        event: ev.WorkerExited | ev.WorkersGone | ev.WorkersMoved | ev.WorkersReady | ev.WorkersCannotMove,
+        now: float,
     ) -> LocalWorkers:
         """Apply the end of a worker, or of all, or their move. Events about an older group are ignored."""
         if event.group != self.group:
@@ -106,6 +116,12 @@ class LocalWorkers:
             case ev.WorkerExited() if self.is_killed and event.signal is not None:
                 # Killed by this agent: neither a failure of its own nor the cause of another one.
                 return replace(self, step=max(self.step, event.step))
+            case ev.WorkerExited() if self.is_waiting:
+                failure = SetUpFailed(exit_code=event.exit_code, signal=event.signal, error=event.error)
+                is_first = not self.exits and not self.is_asked_to_end
+                return replace(
+                    self, exits=(*self.exits, event), set_up_failure=failure if is_first else self.set_up_failure
+                )
             case ev.WorkerExited():
                 failed_at = now if event.exit_code != 0 and not self.failures else self.failed_at
                 step = max(self.step, event.step)
@@ -117,8 +133,8 @@ class LocalWorkers:
             case ev.WorkersMoved():
                 assert self.entering is not None  # noqa: S101 - workers move only when asked to
                 return replace(self.entering, started_at=event.at, before=event.step or self.before)
-            case ev.WorkersCannotMove():
-                return replace(self, can_move=False)
+            case ev.WorkersReady() | ev.WorkersCannotMove():
+                return replace(self, can_move=isinstance(event, ev.WorkersReady))
 
     def note_quiesced(self, event: ev.RanksQuiesced, until: float) -> LocalWorkers:
         """Note that they stopped for a handoff, and, at the first event of that handoff, until when they wait."""
@@ -143,33 +159,61 @@ class Patience:
 Followed = tuple[LocalWorkers, tuple[fx.Effect, ...]]
 
 
-def follow_group(
-    workers: LocalWorkers, wanted: Group | None, me: Identity, spec: Spec, now: float, patience: Patience
-) -> Followed:
-    """Start, end or kill workers so that those of the wanted group run here. None: no worker is to run."""
+@dataclass(frozen=True)
+class Place:
+    """Where the workers of this node belong."""
+
+    wanted: Group | None
+    """The group that this node is a member of. None: it is no member."""
+    me: Identity
+    spec: Spec
+    joined: Group | None = None
+    """The current group as if this node had joined it. None: it is a member, or cannot join for now."""
+    may_wait: bool = False
+    """Processes of this node may wait until it is let in."""
+
+    @property
+    def node_rank(self) -> int:
+        """The node rank in the wanted group."""
+        node_rank = self.wanted.node_rank(self.me) if self.wanted is not None else None
+        assert node_rank is not None  # noqa: S101 - a group is wanted only by its members
+        return node_rank
+
+
+def follow_group(workers: LocalWorkers, place: Place, now: float, patience: Patience) -> Followed:
+    """Start, end or kill workers so that those of the wanted group run here, or such that wait to be let in."""
+    wanted = place.wanted
     if workers.is_alive and workers.is_killed:
         is_stuck = workers.stuck_at is not None and now >= workers.stuck_at
         return replace(workers, is_stuck=is_stuck), ()
     if workers.is_alive:
-        if wanted is not None and wanted.number == workers.group:
-            return _mind_failures(workers, now, patience)
-        return _move(workers, wanted, me, spec, now) or _end(workers, now, patience)
+        return _follow_alive(workers, place, now, patience)
+    if wanted is None and place.joined is not None and place.joined.number > workers.group:
+        return _set_up(workers, place, place.joined, now)
     if wanted is None or wanted.number <= workers.group:
         return workers, ()
-    node_rank = _rank_of(me, wanted)
     started = replace(
-        _workers_of(wanted, node_rank),
+        _workers_of(wanted, place.node_rank),
         started_at=now,
         before=workers.step or workers.before,
         ended_before=_ended(workers, wanted),
     )
-    return started, (fx.StartWorkers(wanted, node_rank, spec),)
+    return started, (fx.StartWorkers(wanted, place.node_rank, place.spec),)
 
 
-def _rank_of(me: Identity, group: Group) -> int:
-    node_rank = group.node_rank(me)
-    assert node_rank is not None  # noqa: S101 - a group is wanted only by its members
-    return node_rank
+def _follow_alive(workers: LocalWorkers, place: Place, now: float, patience: Patience) -> Followed:
+    if place.wanted is not None and place.wanted.number == workers.group:
+        return _mind_failures(workers, now, patience)
+    if place.wanted is None and workers.is_waiting and place.may_wait and not workers.exits:
+        return workers, ()
+    return _move(workers, place, now) or _end(workers, now, patience)
+
+
+def _set_up(workers: LocalWorkers, place: Place, joined: Group, now: float) -> Followed:
+    node_rank = len(joined.members) - 1
+    before = workers.step or workers.before
+    started = replace(_workers_of(joined, node_rank), is_waiting=True, started_at=now, before=before)
+    return started, (fx.SetUpWorkers(joined, node_rank, place.spec),)
 
 
 def _workers_of(group: Group, node_rank: int) -> LocalWorkers:
@@ -182,16 +226,18 @@ def _workers_of(group: Group, node_rank: int) -> LocalWorkers:
     )
 
 
-def _move(workers: LocalWorkers, wanted: Group | None, me: Identity, spec: Spec, now: float) -> Followed | None:
-    """Send quiesced workers into the wanted group, and wait until they have moved. None: they have to end."""
-    if wanted is None or not wanted.in_place or not workers.can_move:
+def _move(workers: LocalWorkers, place: Place, now: float) -> Followed | None:
+    """Send workers that are quiesced, or wait, into the wanted group. None: they have to end."""
+    wanted = place.wanted
+    if wanted is None or not wanted.in_place or workers.exits or workers.is_asked_to_end:
         return None
-    if workers.exits or workers.is_asked_to_end or not workers.sent_handoff:
+    is_quiesced = workers.can_move and workers.sent_handoff and wanted.cause in _PLANNED
+    if not (is_quiesced or workers.is_waiting):
         return None
     if workers.entering is None:
-        node_rank = _rank_of(me, wanted)
-        moving = replace(workers, entering=_workers_of(wanted, node_rank), move_until=now + _MOVE_WITHIN_S)
-        return moving, (fx.MoveWorkers(workers.group, wanted, node_rank, spec),)
+        until = now + _MOVE_WITHIN_S if workers.can_move else None  # those that still set up move once they have
+        moving = replace(workers, entering=_workers_of(wanted, place.node_rank), move_until=until)
+        return moving, (fx.MoveWorkers(workers.group, wanted, place.node_rank, place.spec),)
     is_late = workers.move_until is not None and now >= workers.move_until
     return None if is_late or workers.entering.group != wanted.number else (workers, ())
 

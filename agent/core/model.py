@@ -77,6 +77,8 @@ class Spec(Record, frozen=True, kw_only=True):
     """Ids of the nodes that an operator excluded from all later groups."""
     drained: tuple[Identity, ...] = ()
     """Agents that an operator asked to leave."""
+    in_place: bool = False
+    """Groups are entered in place (see the group's record): the ranks of a group have shown that they can."""
     secret: str
     """Secret by which the job's agents authenticate each other on their links. Never shown, never given to workers."""
     changed_by: str
@@ -148,6 +150,8 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """Seconds of a step that each local rank spends on its own work, without waiting for others. Empty: not known."""
     is_warming: bool = False
     """Its standby processes are being prepared. Once they are ready, its ranks start much faster."""
+    is_set_up: bool = False
+    """It is no member, and its processes have set up the script: they can enter a group at once."""
     standby: str = ""
     """Which standby processes it has, or why it has none. Empty: not known."""
     reachable_group: Count = 0

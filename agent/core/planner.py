@@ -27,8 +27,9 @@ from what changed, so a missed or repeated event does no harm. The rules:
   longer delays.
 - A group whose ranks make no step is ended as if one rank, the one that the others wait for, had failed (`hangs.py`).
 - A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
-- A growth restarts every rank. So the group trains on until the standby processes of new and present members are ready,
-  since a rank would otherwise spend seconds on imports first; for a minute at most. A loss or a failure does not wait
+- If groups are entered in place, newcomers are admitted once they have set up. Otherwise a growth restarts every rank,
+  so the group trains on until the standby processes of new and present members are ready, since a rank would otherwise
+  spend seconds on imports first; for a minute at most. A loss or a failure does not wait
   for standby processes.
 - Once a member has finished, no planned change disturbs the others. While the job is paused, no
   group is formed, unless etcd has lost its data.
@@ -381,6 +382,8 @@ class _Planner(PartitionView):
 
     def _drain(self, group: Group, reason: GroupReason) -> Plan:
         members = self.lineup(self.spec.np_max)
+        if len(members) < required(self.spec, group):  # then the others wait until a newcomer has set up
+            members = self.lineup(self.spec.np_max, needs_set_up=False)
         # With too few nodes left it is a wait, but still a drain: no rank hangs, so workers get time to end.
         members = members if len(members) >= required(self.spec, group) else ()
         awaited = self.awaited(group, PlannedChange("drain", reason, members))
@@ -394,6 +397,9 @@ class _Planner(PartitionView):
 
     def _fit(self, group: Group) -> Plan:
         size, goal = len(group.members), self.spec.np_max
+        if not self.spec.in_place and all(member.identity in self.view.movable for member in group.members):
+            spec = msgspec.structs.replace(self.spec, in_place=True, revision=self.spec.revision + 1)
+            return Plan(spec, Training(nodes=size, np=self.spec.np))
         if size > goal:
             members = self.lineup(goal)
             return self.change(group, members, "scale", Requested(what="np", np=self.spec.np))
@@ -420,7 +426,7 @@ class _Planner(PartitionView):
         settle_s = 0.0 if is_full else growth_wait_s(self.policy, group)
         until, there = self.seen.last_arrival(grown) + settle_s, self._there(grown)
         waiting = self._wait_a_moment(there, until)
-        cold = [member for member in grown if member.identity in warming(self.view)]
+        cold = [] if self.spec.in_place else [each for each in grown if each.identity in warming(self.view)]
         if cold:
             until = (self.seen.grows_since or self.now) + settle_s + _WARM_WITHIN_S
             training = Training(nodes=len(group.members))

@@ -44,11 +44,7 @@ HELD_WAITS = 8
 """A growth that lasted this many times as long as the wait before it counts as a success."""
 
 
-_IN_PLACE: frozenset[Cause] = frozenset({"join", "scale", "drain"})
-"""Planned changes for which the ranks were quiesced. An operator who asks for a restart wants new processes."""
-
-
-Action = Group | HandoffRequest | RestorePoint | Result | Refresh
+Action = Group | Spec | HandoffRequest | RestorePoint | Result | Refresh
 """What a leader can do: write one of these records, or read everything again before it decides."""
 
 
@@ -92,13 +88,27 @@ class Proposals:
         """The current group."""
         return self.view.group.value if self.view.group is not None else None
 
-    def lineup(self, size: int, *, is_picky: bool = True) -> tuple[Member, ...]:
-        """The members of a next group of up to `size` nodes. If `is_picky`, only nodes known to reach the group."""
-        return self._lineup(size, self.tally(), is_picky=is_picky)
+    def lineup(self, size: int, *, is_picky: bool = True, needs_set_up: bool = True) -> tuple[Member, ...]:
+        """The members of a next group of up to `size` nodes.
 
-    def _lineup(self, size: int, failures: FailureCount, *, is_picky: bool) -> tuple[Member, ...]:
+        Args:
+            size: the largest number of nodes.
+            is_picky: take only nodes that are known to reach the group.
+            needs_set_up: of these, take only such as need no set-up before they enter it.
+        """
+        return self._lineup(size, self.tally(), is_picky=is_picky, needs_set_up=needs_set_up)
+
+    def _lineup(
+        self, size: int, failures: FailureCount, *, is_picky: bool, needs_set_up: bool = True
+    ) -> tuple[Member, ...]:
         return rank_order.lineup(
-            self.group, self.view, size, last=failures.placed_last, left_out=failures.left_out, is_picky=is_picky
+            self.group,
+            self.view,
+            size,
+            last=failures.placed_last,
+            left_out=failures.left_out,
+            is_picky=is_picky,
+            needs_set_up=needs_set_up,
         )
 
     def tally(self, *, is_failure: bool = False) -> FailureCount:
@@ -185,14 +195,9 @@ class Proposals:
             left_out=failures.left_out,
             failed_reads=failures.failed_reads,
             script_error=failures.script_error,
-            in_place=cause in _IN_PLACE and bool(members) and self._can_all_move(),
+            in_place=self.spec.in_place and bool(members),
         )
         return Plan(group, reason)
-
-    def _can_all_move(self) -> bool:
-        """Whether the ranks of every member of the current group can enter the next one without a new process."""
-        members = self.group.members if self.group is not None else ()
-        return bool(members) and all(member.identity in self.view.movable for member in members)
 
     def _newcomers(self, members: tuple[Member, ...]) -> tuple[str, ...]:
         """Ids of the nodes that are not in the current group."""

@@ -4,7 +4,7 @@ Members of the running group keep their order, so that rank 0 stays on its node.
 position in the operator's list of machines if there is one, and by age. Age is the order of registration in etcd, which
 is the same for all agents. The local ranks of a node are contiguous. Nodes that fail repeatedly come last, so that a
 spare takes their place. If only one node can read the checkpoint, it comes first, because rank 0 reads it. A newcomer
-must reach the nodes that it is to train with.
+must reach the nodes that it is to train with, and have set up the script if groups are entered in place.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def lineup(
     last: tuple[str, ...] = (),
     left_out: tuple[Identity, ...] = (),
     is_picky: bool = True,
+    needs_set_up: bool = True,
 ) -> tuple[Member, ...]:
     """The first `size` of the nodes that can train, in rank order.
 
@@ -82,21 +83,27 @@ def lineup(
         last: ids of nodes that come after the others, the worst last.
         left_out: further nodes that are not taken.
         is_picky: take only newcomers that reach the members of the group.
+        needs_set_up: if so, and groups are entered in place, take only newcomers that have set up.
     """
     first = view.checkpoint.value.node if view.checkpoint is not None else ""
     places = {node_id: place for place, node_id in enumerate(last, start=1)}
     staying, new = survivors(group, view), newcomers(group, view)
     if is_picky and group is not None and group.members:
-        new = _that_reach(group, staying, new, view)
+        in_place = view.spec is not None and view.spec.value.in_place
+        new = _that_reach(group, staying, new, view, needs_set_up=needs_set_up and in_place)
     able = [member for member in staying + new if member.identity not in left_out]
     return tuple(sorted(able, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))[:size]
 
 
 def _that_reach(
-    group: Group, staying: tuple[Member, ...], new: tuple[Member, ...], view: ClusterView
+    group: Group, staying: tuple[Member, ...], new: tuple[Member, ...], view: ClusterView, *, needs_set_up: bool
 ) -> tuple[Member, ...]:
-    """Newcomers that have reached the group, and reach all of its members that stay."""
-    reaching = {node.value.identity for node in view.nodes if node.value.reachable_group == group.number}
+    """Newcomers that have reached the group, and reach all of its members that stay; and have set up if need be."""
+    reaching = {
+        node.value.identity
+        for node in view.nodes
+        if node.value.reachable_group == group.number and (node.value.is_set_up or not needs_set_up)
+    }
     apart = unreachable_from_outside(view)
     return tuple(
         member

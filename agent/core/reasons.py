@@ -80,7 +80,17 @@ class HealthCheckFailed(_Reason, frozen=True, kw_only=True, tag="health check fa
     """What it reported."""
 
 
-UnfitReason = ProcessesLeft | HealthCheckFailed
+class SetUpFailed(_Reason, frozen=True, kw_only=True, tag="set-up failed"):
+    """A process of the node, which was to join, has ended in the set-up of the script, before it entered a group."""
+
+    exit_code: Count | None
+    """None: it was killed by `signal`."""
+    signal: Count | None
+    error: str
+    """The exception that ended it, on one line. Empty: none is known."""
+
+
+UnfitReason = ProcessesLeft | HealthCheckFailed | SetUpFailed
 """Why a node cannot train although its agent is alive."""
 
 

@@ -197,6 +197,7 @@ class AgentState:
             restoring_group=self.restoring_group,
             own_s=self.observed.paced.own_s if self.observed.paced is not None else (),
             is_warming=self.standby.is_warming,
+            is_set_up=self.workers.is_waiting and self.workers.can_move,
             standby=self.standby.summary,
             reachable_group=self.reachable_group,
             position=self.me.position,
@@ -208,7 +209,9 @@ class AgentState:
     def _unfit(self) -> UnfitReason | None:
         if self.workers.is_stuck:
             return ProcessesLeft(group=self.workers.group)
-        return HealthCheckFailed(trouble=self.health) if self.health else None
+        if self.health:
+            return HealthCheckFailed(trouble=self.health)
+        return self.workers.set_up_failure if self.workers.group == (self.group.number if self.group else 0) else None
 
     def wall(self, now: float) -> float:
         """The wall clock in seconds since 1970, computed from its value at the start of the agent."""

@@ -40,6 +40,7 @@ from agent.core.reasons import (
     ProcessesLeft,
     Reason,
     Requested,
+    SetUpFailed,
     Training,
     UnsavedSteps,
     Waiting,
@@ -93,6 +94,9 @@ def describe(reason: Reason) -> str:  # noqa: C901, PLR0911, PLR0912 - one for e
     match reason:
         case ProcessesLeft(group=group):
             return f"processes of group {group} survive SIGKILL"
+        case SetUpFailed(exit_code=code, signal=signal, error=error):
+            how = error or (f"code {code}" if code is not None else f"signal {signal}")
+            return f"the set-up of the script ended with {how}"
         case HealthCheckFailed(trouble=trouble):
             return f"its health check failed: {trouble}"
         case NodesThere(nodes=nodes, np=np, is_all=is_all):

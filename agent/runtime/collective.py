@@ -190,6 +190,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                 )
             case fx.StartWorkers():
                 self._start_workers(effect)
+            case fx.SetUpWorkers():
+                self._workers.start(plan_launch(effect, self._config, self._environ), is_waiting=True)
             case fx.MoveWorkers(from_group):
                 self._workers.move(from_group, plan_launch(effect, self._config, self._environ))
                 self._renew_port(effect.node_rank)

@@ -163,7 +163,7 @@ class JobWriter:
                 is_current = Compare(keys.group, mod_revision=group_revision)
                 is_next = Compare(keys.checkpoint, mod_revision=checkpoint_revision)
                 return [is_current, is_next], [Put(keys.checkpoint, encode(checkpoint))]
-            case fx.WriteGroup() | fx.WriteRestorePoint() | fx.WriteHandoff() | fx.WriteResult():
+            case fx.WriteGroup() | fx.WriteRestorePoint() | fx.WriteSpec() | fx.WriteHandoff() | fx.WriteResult():
                 return self._led(effect)
             case _:
                 raise AssertionError(effect)
@@ -206,7 +206,7 @@ class JobWriter:
                 return [], [Delete(keys.suspect(suspect))]
 
     def _led(
-        self, effect: fx.WriteGroup | fx.WriteRestorePoint | fx.WriteHandoff | fx.WriteResult
+        self, effect: fx.WriteGroup | fx.WriteRestorePoint | fx.WriteSpec | fx.WriteHandoff | fx.WriteResult
     ) -> tuple[Sequence[Compare], Writes]:
         """What only the leader writes."""
         keys = self._keys
@@ -221,6 +221,8 @@ class JobWriter:
                 return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self._group_writes(effect)
             case fx.WriteRestorePoint(restore_point):
                 return lead, [Put(keys.restore_point, encode(restore_point))]
+            case fx.WriteSpec(spec, spec_revision):
+                return [*lead, Compare(keys.spec, mod_revision=spec_revision)], [Put(keys.spec, encode(spec))]
             case fx.WriteHandoff(handoff):
                 return lead, [Put(keys.handoff, encode(handoff))]
             case fx.WriteResult(result):

@@ -88,7 +88,7 @@ class ReplicaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A packet from a worker. One field is set; `snapshot`, `quiesced`, `can_move` may come beside an open question."""
 
-    ask: Literal["restore_point", "leave"] | None = None
+    ask: Literal["restore_point", "leave", "place"] | None = None
     can_move: bool | None = None
     moved: Literal[True] | None = None
     publish: _Publication | None = None
@@ -120,6 +120,8 @@ class Channel:
         """The worker has asked for its restore point once: its script uses checkpoints."""
         self.awaits_leave_answer = False
         """The worker has asked whether its group is over, and has sent nothing since. It may have stopped waiting."""
+        self.awaits_place = False
+        """The worker has set up, and waits until it is sent into a group."""
         self.can_move = False
         """The worker can enter another group without a new process."""
         self.is_moving = False
@@ -142,7 +144,7 @@ class Channel:
     def begin_group(self) -> None:
         """Forget what the worker reported in the group that it is about to leave."""
         self.is_moving = True
-        self.awaits_restore_point = self.has_asked_restore_point = self.awaits_leave_answer = False
+        self.awaits_restore_point = self.has_asked_restore_point = self.awaits_leave_answer = self.awaits_place = False
         self.started = self.quiesced = self.damaged = None
         self.snapshot_step = 0
 
@@ -201,6 +203,7 @@ class Channel:
         if fields.count(None) != _OTHER_KINDS or self.pending_publish is not None:
             raise MessageError(f"only one question at a time is allowed: {_quote(packet)}")
         self.awaits_leave_answer = message.ask == "leave"  # a later message shows that the worker stopped waiting
+        self.awaits_place = message.ask == "place"
         if message.ask == "restore_point":
             self.awaits_restore_point = self.has_asked_restore_point = True
         elif message.publish is not None:

@@ -92,6 +92,8 @@ class JobFacts:
     snapshots: SnapshotConfig
     secret: str
     """The job's secret. Ranks get only a key that is derived from it for their group."""
+    setup: str = ""
+    """Whether the processes set up before they enter their group: a value of `contract.SETUP`, or empty."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _contract(place: RankPlace, facts: JobFacts) -> dict[str, str]:
         contract.CHECKPOINT_DIR: facts.checkpoint_dir,
         contract.FRESH: "1" if facts.fresh else "0",
         contract.HANDOFF_WAIT_S: f"{facts.handoff_wait_s:g}",
-        **({contract.SETUP: "alone"} if place.group.in_place else {}),
+        **({contract.SETUP: facts.setup} if facts.setup else {}),
         **_snapshots(facts.snapshots),
     }
 

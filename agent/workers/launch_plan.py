@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+from agent.core import effects as fx
 from agent.core.neighbours import next_member
 from agent.workers import rank_logs
 from agent.workers.environment import (
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.config import AgentConfig, StandbyMode
-    from agent.core.effects import MoveWorkers, StartWorkers
     from agent.core.model import Identity
 
 
@@ -115,7 +115,9 @@ def plan_standbys(config: AgentConfig, environ: Mapping[str, str]) -> StandbyPla
     )
 
 
-def plan_launch(start: StartWorkers | MoveWorkers, config: AgentConfig, environ: Mapping[str, str]) -> Launch:
+def plan_launch(
+    start: fx.StartWorkers | fx.SetUpWorkers | fx.MoveWorkers, config: AgentConfig, environ: Mapping[str, str]
+) -> Launch:
     """Plan the rank processes of this node. `environ` is the environment that the user gave to the agent."""
     member = start.group.members[start.node_rank]
     facts = JobFacts(
@@ -130,6 +132,7 @@ def plan_launch(start: StartWorkers | MoveWorkers, config: AgentConfig, environ:
         interface=interface_of(config.node.ips),
         snapshots=config.snapshots,
         secret=start.spec.secret,
+        setup="wait" if isinstance(start, fx.SetUpWorkers) else "alone" if start.group.in_place else "",
     )
     after = next_member(start.group, member.identity)
     places = [RankPlace(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]

@@ -38,6 +38,7 @@ from agent.core.events import (
     WorkersCannotMove,
     WorkersGone,
     WorkersMoved,
+    WorkersReady,
 )
 from agent.diagnose.hang_monitor import HangMonitor
 from agent.links.queries import LiveRank
@@ -119,6 +120,8 @@ class WorkerGroup:
         self._quiesced_handoff = 0
         """Number of the newest handoff for which all ranks were quiesced with snapshots."""
         self._is_ending = False
+        self._is_waiting = False
+        """The ranks set up the script, and are in no group yet."""
         self._move: Launch | None = None
         """The group into which the ranks are to be sent. None: they are not."""
         self._shown_rank: int | None = None
@@ -130,8 +133,13 @@ class WorkerGroup:
         if standbys:
             self._standbys.begin()
 
-    def start(self, launch: Launch) -> None:
+    def start(self, launch: Launch, *, is_waiting: bool = False) -> None:
         """Start all ranks.
+
+        Args:
+            launch: what to start.
+            is_waiting: they set up the script, and wait until `move` sends them into a group. `WorkersReady` is posted
+                once they have set up.
 
         Raises:
             RuntimeError: ranks of an older group are still alive. A node runs one group at a time.
@@ -141,17 +149,18 @@ class WorkerGroup:
                 raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} are alive")
             # Spawn all guardians first, so that they start in parallel.
             ranks = tuple(self._create_rank(command, launch.group) for command in launch.commands)
-            self._group, self._ranks = launch.group, ranks
+            self._group, self._ranks, self._is_waiting = launch.group, ranks, is_waiting
             self._has_asked_restore_point = self._has_started = self._is_ending = False
             self._shown_rank = None
             self._quiesced_handoff = 0
             # Keep the lock: the watching thread may close a standby that dies while it is adopted.
-            if launch.source is not None:
+            if launch.source is not None and not is_waiting:
                 self.snapshots.begin(launch.source, launch.group, _snapshot_memories(ranks), launch.next_node)
             for rank in ranks:
                 rank.start()
         self._reactor.call_soon(partial(self._watch_ranks, ranks))
-        self._hang_monitor.begin(launch.group, [rank.process for rank in ranks if rank.process])
+        if not is_waiting:
+            self._hang_monitor.begin(launch.group, [rank.process for rank in ranks if rank.process])
         self._reactor.call_later(_SETTLED_S, partial(self._refill_standbys_later, launch.group, _SETTLED_S, -1))
 
     def move(self, group: int, launch: Launch) -> None:
@@ -258,7 +267,7 @@ class WorkerGroup:
 
     def live_ranks(self) -> tuple[int, tuple[LiveRank, ...]]:
         """Return the number of the group started last, and the state of its ranks. Thread-safe; never blocks."""
-        ranks = self._ranks
+        ranks = () if self._is_waiting else self._ranks
         return self._group, tuple(LiveRank(rank=rank.command.rank, step=rank.step, state=rank.state) for rank in ranks)
 
     def close(self) -> None:
@@ -328,7 +337,7 @@ class WorkerGroup:
         return bool(still)
 
     def _keep_trying_to_move(self) -> None:
-        if self._try_to_move():
+        if self._try_to_move() and not self._is_waiting:  # those that wait send a message
             self._reactor.call_later(_ASK_EVERY_S, self._keep_trying_to_move)
 
     def _try_to_move(self) -> bool:
@@ -337,10 +346,10 @@ class WorkerGroup:
             launch, processes, last = self._move, self._living(), self._group
             if launch is None:
                 return False
-            can_move = all(process.is_quiesced and process.channel.can_move for process in processes)
+            can_move = self._is_waiting or all(each.is_quiesced and each.channel.can_move for each in processes)
             if not can_move or len(processes) != len(launch.commands):
                 self._move = None
-            elif not all(process.channel.awaits_leave_answer for process in processes):
+            elif not all(each.channel.awaits_leave_answer or each.channel.awaits_place for each in processes):
                 return True
         if self._move is None:
             self._post(WorkersCannotMove(last))
@@ -353,7 +362,7 @@ class WorkerGroup:
         last, step, at = self._group, max(rank.step for rank in self._ranks), clock.now()
         self.snapshots.end()
         with self._lock:
-            self._move, self._group = None, launch.group
+            self._move, self._group, self._is_waiting = None, launch.group, False
             self._has_asked_restore_point = self._has_started = False
             self._shown_rank = None
             self._quiesced_handoff = 0
@@ -445,6 +454,8 @@ class WorkerGroup:
             self._ask_to_end()
         elif self._move is not None:
             self._try_to_move()
+        elif self._is_waiting and channel.awaits_place and all(each.awaits_place for each in self._channels()):
+            self._post(WorkersReady(self._group))
         return True
 
     def _ranks_started(self) -> RanksStarted | None:

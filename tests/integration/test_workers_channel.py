@@ -316,7 +316,7 @@ def stand(number):
         time.sleep(0.005)
     page.quiesced = number
 def leave():
-    note("told to leave", ours.ask_leave(30))
+    note("told to leave", bool(ours.ask_leave(30)))
     sys.exit(contract.EXIT_RESTART)
 def train():
     time.sleep(1000)
@@ -376,7 +376,9 @@ def test_a_rank_that_continues_just_as_it_is_answered_to_leave_is_terminated(ben
 
 def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_other(bench: Bench) -> None:
     """Its question has no answer; its control page shows that it trains."""
-    bench.start(STAND + "stand(1); note('left', ours.ask_leave(0.01)); page.quiesced = 0; note('trains'); train()")
+    bench.start(
+        STAND + "stand(1); note('left', bool(ours.ask_leave(0.01))); page.quiesced = 0; note('trains'); train()"
+    )
     bench.workers.request_handoff(1, 1)
     bench.wait_log("trains")
     bench.workers.terminate(1)

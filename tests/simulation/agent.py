@@ -268,6 +268,8 @@ class Agent:
                 self.ranks.act(effect)
                 if node_rank == 0:  # the port is this group's now
                     self.reserve_port()
+            case fx.SetUpWorkers():
+                self.ranks.act(effect)
             case fx.SaveSnapshot():
                 self.saver.act(effect)
             case fx.AnswerPublish():

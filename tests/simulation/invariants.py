@@ -147,6 +147,14 @@ class Invariants:
         assert run == self._run or is_of_others, f"{agent.name} trains as {run}"
         assert known == group or is_of_others, f"{agent.name} has another group {group.number}"
 
+    def on_set_up(self, agent: Agent, joined: Group, run: str) -> None:
+        """Processes are started that wait to be let in: of a node that is no member of the group that runs."""
+        assert agent.ranks.group is None, f"workers of {agent.running} live on {agent.name} when others set up"
+        assert run == self._run or self._is_of_others(), f"{agent.name} sets up as {run}"
+        known = self.groups.get(joined.number)
+        is_member = known is not None and known.node_rank(agent.state.identity) is not None
+        assert not is_member, f"{agent.name} sets up to join group {joined.number}, and is in it"
+
     def on_move(self, agent: Agent, group: Group, run: str) -> None:
         """Living ranks enter another group: a newer one, written, and entered in place."""
         last = agent.ranks.group

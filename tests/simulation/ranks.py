@@ -51,6 +51,10 @@ class Ranks:
         self.in_memory = False
         """A snapshot is enough for it."""
         self.starts = 0
+        self.is_waiting = self.is_ready = False
+        """They set up the script, or have done so, and are in no group."""
+        self._sent_to: tuple[Group, int, str] | None = None
+        """Where they go once they have set up."""
         self._waiting: list[Callable[[], None]] = []
 
     @property
@@ -66,6 +70,9 @@ class Ranks:
             case fx.StartWorkers(group, node_rank, spec):
                 self.node_rank = node_rank
                 self._start(group, spec.run)
+            case fx.SetUpWorkers(group, node_rank, spec):
+                self.node_rank = node_rank
+                self._set_up(group, spec.run)
             case fx.MoveWorkers(from_group, group, node_rank, spec) if self.number == from_group:
                 self.later(self._cluster.random.uniform(0.0, 0.2), lambda: self._move(group, node_rank, spec.run))
             case fx.SendRestorePoint(restore_point):
@@ -93,11 +100,32 @@ class Ranks:
         if self.bad_code:
             self.later(0.02, lambda code=self.bad_code: self._fail_early(code))  # also if the node is mended until then
 
+    def _set_up(self, joined: Group, run: str) -> None:
+        """They set up the script, and wait; in no world yet."""
+        self._cluster.invariants.on_set_up(self._agent, joined, run)
+        self.living = set(range(self._agent.state.me.nproc))
+        self.is_stopping, self.is_waiting, self.is_ready = False, True, False
+        self.starts += 1
+        self.group, self.world, self.restore_point, self.page = joined, None, None, 0
+        if self.bad_code:
+            self.later(0.02, lambda code=self.bad_code: self._fail_early(code))
+        self.later(self._cluster.random.uniform(0.0, 3.0), self._get_ready)
+
+    def _get_ready(self) -> None:
+        self.is_ready = True
+        self._agent.post(ev.WorkersReady(self.number))
+        if self._sent_to is not None:
+            self._move(*self._sent_to)
+
     def _move(self, group: Group, node_rank: int, run: str) -> None:
-        """They keep their processes, and act for another group from now on; if they are quiesced."""
+        """They keep their processes, and act for another group from now on; if they are quiesced, or wait."""
         agent, last = self._agent, self.group
         assert last is not None
-        if not self._is_quiesced() or len(self.living) < agent.state.me.nproc:
+        if self.is_waiting and not self.is_ready:
+            self._sent_to = group, node_rank, run
+            return
+        is_free = self.is_waiting or self._is_quiesced()
+        if not is_free or self.is_stopping or len(self.living) < agent.state.me.nproc:
             agent.post(ev.WorkersCannotMove(last.number))
             return
         self._cluster.invariants.on_move(agent, group, run)
@@ -111,6 +139,7 @@ class Ranks:
 
     def _enter(self, group: Group, run: str) -> None:
         self.group, self.restore_point, self.page = group, None, 0
+        self.is_waiting, self._sent_to = False, None
         self.idle.clear()
         self.before = self.reached
         self.started_at = self._agent.clock()

@@ -198,6 +198,8 @@ class Transcript:
         match effect:
             case fx.StartWorkers(group=group):
                 self.name(f"start {group.number}", agent.name)
+            case fx.SetUpWorkers(group=group):
+                self.name(f"set up beside {group.number}", agent.name)
             case fx.MoveWorkers(group=group):
                 self.name(f"move {group.number}", agent.name)
             case fx.AnswerPublish(copy=copy, checkpoint=None):
@@ -287,6 +289,8 @@ def _spec(spec: Spec, last: Spec | None) -> Iterator[str]:
         return
     if spec.np != last.np:
         yield f"spec np={spec.np}"
+    if spec.in_place != last.in_place:
+        yield "spec in place"
     if spec.paused_by != last.paused_by:
         yield "spec paused" if spec.paused_by else "spec resumed"
     if spec.stopped_by != last.stopped_by:

@@ -10,7 +10,7 @@ from reasons import LOST
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.local_workers import LocalWorkers, Patience, follow_group
+from agent.core.local_workers import LocalWorkers, Patience, Place, follow_group
 from agent.core.member_status import MemberStatus, WrittenStatus
 from agent.core.model import (
     ClusterView,
@@ -25,6 +25,7 @@ from agent.core.model import (
     StateId,
     Stored,
 )
+from agent.core.reasons import SetUpFailed
 from agent.core.transitions import WorkerObservations, due_status
 from agent.observe.messages import how_it_ended
 
@@ -44,7 +45,7 @@ SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_
 
 
 def running() -> LocalWorkers:
-    return follow_group(LocalWorkers(), GROUP, ME, SPEC, 0.0, AT_ONCE)[0]
+    return follow_group(LocalWorkers(), Place(GROUP, ME, SPEC), 0.0, AT_ONCE)[0]
 
 
 def exited(local_rank: int, code: int, tail: str) -> ev.WorkerExited:
@@ -53,23 +54,23 @@ def exited(local_rank: int, code: int, tail: str) -> ev.WorkerExited:
 
 def test_a_consequence_waits_a_moment_for_its_cause() -> None:
     workers = running().apply_event(exited(1, 1, "Connection closed by peer"), 0.0)
-    workers, effects = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
+    workers, effects = follow_group(workers, Place(GROUP, ME, SPEC), 10.0, AT_ONCE)
     assert effects == ()
     assert workers.awaits_cause(10.1)
     workers = workers.apply_event(exited(0, 93, "do not restart"), 0.0)
     assert not workers.awaits_cause(10.2), "the cause has shown itself"
-    assert follow_group(workers, GROUP, ME, SPEC, 10.2, AT_ONCE)[1] == (fx.KillWorkers(1),)
+    assert follow_group(workers, Place(GROUP, ME, SPEC), 10.2, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
 def test_a_cause_that_does_not_show_is_not_waited_for_long() -> None:
     workers = running().apply_event(exited(1, 1, "Connection reset by peer"), 0.0)
-    workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
-    assert follow_group(workers, GROUP, ME, SPEC, 11.5, AT_ONCE)[1] == (fx.KillWorkers(1),)
+    workers, _ = follow_group(workers, Place(GROUP, ME, SPEC), 10.0, AT_ONCE)
+    assert follow_group(workers, Place(GROUP, ME, SPEC), 11.5, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
 def test_a_cause_of_its_own_kills_the_others_at_once() -> None:
     workers = running().apply_event(exited(0, 1, "ValueError"), 0.0)
-    assert follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)[1] == (fx.KillWorkers(1),)
+    assert follow_group(workers, Place(GROUP, ME, SPEC), 10.0, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_other_ranks_have_a_moment_to_fail_by_the_same_script_error_only_in_a_gr
 ) -> None:
     patience = replace(AT_ONCE, same_within_s=7.0)
     raised = replace(exited(0, 1, "KeyError"), script_error="KeyError at t.py:3", step=step)
-    workers, effects = follow_group(running().apply_event(raised, now), GROUP, ME, SPEC, now, patience)
+    workers, effects = follow_group(running().apply_event(raised, now), Place(GROUP, ME, SPEC), now, patience)
     assert workers.cause_until == now + wait_s
     assert effects == (() if wait_s else (fx.KillWorkers(1),))
 
@@ -182,10 +183,10 @@ def test_a_standstill_of_an_older_group_is_none() -> None:
 
 def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_prints() -> None:
     """Where the master's store cannot listen, rank 0 also tells of a connection that it never got."""
-    workers = follow_group(running(), GROUP, ME, SPEC, 0.0, AT_ONCE)[0]
+    workers = follow_group(running(), Place(GROUP, ME, SPEC), 0.0, AT_ONCE)[0]
     workers = workers.apply_event(exited(0, 1, f"EADDRINUSE, port: {workers.master_port}, Connection refused"), 0.0)
-    workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
-    workers, _ = follow_group(workers, GROUP, ME, SPEC, 20.0, AT_ONCE)
+    workers, _ = follow_group(workers, Place(GROUP, ME, SPEC), 10.0, AT_ONCE)
+    workers, _ = follow_group(workers, Place(GROUP, ME, SPEC), 20.0, AT_ONCE)
     write = due(workers, 20.0)
     assert write is not None
     assert write.status.exit is not None
@@ -200,7 +201,7 @@ def test_the_end_of_workers_is_reported_in_the_next_group_only(number: int, *, i
     workers = running().apply_event(exited(0, 7, "oops"), 0.0)
     workers = workers.apply_event(ev.WorkersGone(1), 1.0)
     following = msgspec.structs.replace(GROUP, number=number)
-    workers, effects = follow_group(workers, following, ME, SPEC, 2.0, AT_ONCE)
+    workers, effects = follow_group(workers, Place(following, ME, SPEC), 2.0, AT_ONCE)
     assert [type(effect) for effect in effects] == [fx.StartWorkers]
     assert [failure.exit_code for failure in workers.ended_before] == ([7] if is_told else [])
 
@@ -266,22 +267,22 @@ def test_a_status_has_only_parts_about_its_own_member_and_group() -> None:
             MemberStatus(group=group, node_id="a", incarnation=incarnation, quiesced=stands)
 
 
-IN_PLACE = msgspec.structs.replace(GROUP, number=2, in_place=True)
+IN_PLACE = msgspec.structs.replace(GROUP, number=2, cause="scale", in_place=True)
 
 
 def about_to_move() -> LocalWorkers:
     """Workers that are quiesced for a handoff, and were asked to move into the next group at second 1."""
     quiesced = replace(running(), can_move=True, sent_handoff=1)
-    moving, effects = follow_group(quiesced, IN_PLACE, ME, SPEC, 1.0, AT_ONCE)
+    moving, effects = follow_group(quiesced, Place(IN_PLACE, ME, SPEC), 1.0, AT_ONCE)
     assert effects == (fx.MoveWorkers(1, IN_PLACE, 0, SPEC),)
-    assert follow_group(moving, IN_PLACE, ME, SPEC, 2.0, AT_ONCE) == (moving, ()), "they are asked once"
+    assert follow_group(moving, Place(IN_PLACE, ME, SPEC), 2.0, AT_ONCE) == (moving, ()), "they are asked once"
     return moving
 
 
 def test_workers_that_have_moved_are_those_of_the_next_group() -> None:
     moved = about_to_move().apply_event(ev.WorkersMoved(1, 7, 2.5), 3.0)
     assert (moved.group, moved.before, moved.started_at, moved.is_alive) == (2, 7, 2.5, True)
-    assert follow_group(moved, IN_PLACE, ME, SPEC, 99.0, AT_ONCE) == (moved, ())
+    assert follow_group(moved, Place(IN_PLACE, ME, SPEC), 99.0, AT_ONCE) == (moved, ())
 
 
 @pytest.mark.parametrize("why", ["they cannot", "one has ended", "another group is wanted", "they are late"])
@@ -295,10 +296,10 @@ def test_workers_that_do_not_move_are_ended(why: str) -> None:
         wanted = msgspec.structs.replace(IN_PLACE, number=3)
     else:
         now = 30.0
-    workers, effects = follow_group(workers, wanted, ME, SPEC, now, replace(AT_ONCE, grace_s=5.0))
+    workers, effects = follow_group(workers, Place(wanted, ME, SPEC), now, replace(AT_ONCE, grace_s=5.0))
     assert effects == (fx.TerminateWorkers(1),)
     workers = workers.apply_event(ev.WorkersGone(1), now + 1)
-    _, effects = follow_group(workers, wanted, ME, SPEC, now + 1, AT_ONCE)
+    _, effects = follow_group(workers, Place(wanted, ME, SPEC), now + 1, AT_ONCE)
     assert effects == (fx.StartWorkers(wanted, 0, SPEC),)
 
 
@@ -307,5 +308,51 @@ def test_workers_are_not_asked_to_move(why: str) -> None:
     workers = replace(running(), can_move=why != "they have not said that they can")
     workers = replace(workers, sent_handoff=0 if why == "no handoff" else 1)
     wanted = msgspec.structs.replace(IN_PLACE, in_place=why != "all start anew")
-    _, effects = follow_group(workers, wanted, ME, SPEC, 1.0, replace(AT_ONCE, grace_s=5.0))
+    _, effects = follow_group(workers, Place(wanted, ME, SPEC), 1.0, replace(AT_ONCE, grace_s=5.0))
     assert effects == (fx.TerminateWorkers(1),)
+
+
+JOINED = msgspec.structs.replace(GROUP, in_place=True)
+
+
+def waiting() -> LocalWorkers:
+    """Workers of a node that is no member: they set up the script."""
+    place = Place(None, ME, SPEC, joined=JOINED, may_wait=True)
+    started, effects = follow_group(LocalWorkers(), place, 1.0, AT_ONCE)
+    assert effects == (fx.SetUpWorkers(JOINED, 0, SPEC),)
+    assert follow_group(started, place, 2.0, AT_ONCE) == (started, ()), "they are left alone"
+    assert started.set_up_failure is None
+    return started
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_workers_that_have_set_up_are_let_in(*, is_ready: bool) -> None:
+    workers = waiting()
+    if is_ready:
+        workers = workers.apply_event(ev.WorkersReady(1), 5.0)
+    workers, effects = follow_group(workers, Place(IN_PLACE, ME, SPEC), 6.0, AT_ONCE)
+    assert effects == (fx.MoveWorkers(1, IN_PLACE, 0, SPEC),)
+    assert follow_group(workers, Place(IN_PLACE, ME, SPEC), 15.0, AT_ONCE) == (workers, ()), "a set-up may take long"
+    entered = workers.apply_event(ev.WorkersMoved(1, 0, 14.0), 15.0)
+    assert (entered.group, entered.is_waiting, entered.is_alive) == (2, False, True)
+
+
+def test_workers_that_wait_end_with_their_agent_or_before_others_start() -> None:
+    for place in (Place(None, ME, SPEC), Place(msgspec.structs.replace(IN_PLACE, in_place=False), ME, SPEC)):
+        _, effects = follow_group(waiting(), place, 3.0, replace(AT_ONCE, grace_s=5.0))
+        assert effects == (fx.TerminateWorkers(1),)
+
+
+def test_a_set_up_that_fails_is_not_tried_again_in_the_same_group() -> None:
+    failed = waiting().apply_event(exited(1, 3, "No such file"), 4.0)
+    assert failed.set_up_failure == SetUpFailed(exit_code=3, signal=None, error="")
+    place = Place(None, ME, SPEC, joined=JOINED, may_wait=True)
+    ended, effects = follow_group(failed, place, 4.0, replace(AT_ONCE, grace_s=5.0))
+    assert effects == (fx.TerminateWorkers(1),)
+    gone = ended.apply_event(ev.WorkersGone(1), 5.0)
+    assert gone.set_up_failure is not None
+    assert follow_group(gone, place, 6.0, AT_ONCE) == (gone, ())
+    next_place = replace(place, joined=msgspec.structs.replace(JOINED, number=2))
+    again, effects = follow_group(gone, next_place, 7.0, AT_ONCE)
+    assert [type(effect) for effect in effects] == [fx.SetUpWorkers]
+    assert again.set_up_failure is None

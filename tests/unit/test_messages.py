@@ -36,6 +36,7 @@ from agent.core.reasons import (
     ProcessesLeft,
     Reason,
     Requested,
+    SetUpFailed,
     Training,
     UnsavedSteps,
     Waiting,
@@ -56,6 +57,9 @@ SENTENCES: list[tuple[Reason, str]] = [
     (NodesJoined(node_ids=("c", "d"), np="1:4"), "c, d joined (np 1:4)"),
     (lost("a", "b"), "lost a, b"),
     (HealthCheckFailed(trouble="no GPU"), "its health check failed: no GPU"),
+    (SetUpFailed(exit_code=3, signal=None, error=""), "the set-up of the script ended with code 3"),
+    (SetUpFailed(exit_code=None, signal=9, error=""), "the set-up of the script ended with signal 9"),
+    (SetUpFailed(exit_code=1, signal=None, error="OSError: x"), "the set-up of the script ended with OSError: x"),
     (ProcessesLeft(group=3), "processes of group 3 survive SIGKILL"),
     (
         NodesLost(node_ids=("a",), unfit=(("a", HealthCheckFailed(trouble="no GPU")), ("b", ProcessesLeft(group=3)))),

@@ -11,7 +11,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from reasons import LOST
 
@@ -228,10 +227,10 @@ def test_the_group_variables_are_all_that_depends_on_the_group() -> None:
     assert set(one) >= GROUP_VARIABLES - {contract.PS_INCARNATION, contract.SETUP}, "the first is of parameter servers"
 
 
-def test_ranks_of_a_group_that_is_entered_in_place_set_up_alone() -> None:
-    in_place = msgspec.structs.replace(GROUP, in_place=True)
+def test_a_rank_is_told_how_to_set_up() -> None:
     assert contract.SETUP not in build_environment({contract.SETUP: "alone"}, RankPlace(GROUP, 1, 1), FACTS, LOG)
-    assert build_environment({}, RankPlace(in_place, 1, 1), FACTS, LOG)[contract.SETUP] == "alone"
+    facts = replace(FACTS, setup="wait")
+    assert build_environment({}, RankPlace(GROUP, 1, 1), facts, LOG)[contract.SETUP] == "wait"
 
 
 def test_a_rank_gets_the_limits_of_snapshots() -> None:
