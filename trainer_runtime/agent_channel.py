@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import functools
 import json
+import math
 import os
 import select
 import socket
@@ -218,17 +219,29 @@ class AgentChannel:
         finally:
             self._lock.release()
 
-    def ask_place(self) -> Move:
-        """Report that this process has set up, and wait until it is sent into a group.
+    def ask_place(self, within_s: float | None = None) -> Move | None:
+        """Report that this process is in no group, and wait until it is sent into one.
+
+        Args:
+            within_s: seconds to wait; None: for ever.
+
+        Returns:
+            The place; None if it did not come in time. Then this process must end.
 
         Raises:
             AgentGoneError: the agent has exited.
         """
         with self._lock:
             self._send({"ask": "place"})
-            while not (packet := self._receive()).startswith(_MOVE):
-                continue
-            return self._read_move(packet)
+            give_up_at = math.inf if within_s is None else time.monotonic() + within_s
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            while True:
+                left_s = give_up_at - time.monotonic()
+                if not poll.poll(None if left_s == math.inf else 1000 * max(0.0, left_s)):
+                    return None
+                if (packet := self._receive()).startswith(_MOVE):
+                    return self._read_move(packet)
 
     def late_answer(self) -> Leave | Move | None:
         """Return an answer that came after `ask_leave` had stopped waiting; does not wait.

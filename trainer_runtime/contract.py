@@ -21,6 +21,7 @@ writer, so an aligned 8-byte store needs no lock:
 | 72 | in_memory | agent | 1 if a snapshot in memory is enough for the requested handoff; else 0. Set before `handoff` |
 | 80 | replicated | agent | step of the newest snapshot whose part has arrived, was given up, or is small |
 | 88 | replicating_us | agent | microseconds until this node's slowest part has arrived. Set before `replicated` |
+| 96 | over | agent | number of a group that is over without a handoff: a rank of it breaks its connections |
 
 A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
 leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave`, or
@@ -41,7 +42,7 @@ is closed when the agent exits.
 | worker | `{"quiesced": {"handoff", "step"}}` | all ranks are quiesced at this step, with snapshots; no answer |
 | agent | `{"leave": true}` | the group is over: exit with `EXIT_RESTART`. Without an answer the rank continues |
 | agent | `{"move": {variable: value}}` | the group is over: go on in another one, with these environment variables |
-| worker | `{"ask": "place"}` | This process has set up: which group does it enter? Answered with `move`, perhaps late |
+| worker | `{"ask": "place"}` | This process has set up, or its group broke: which group does it enter? Answer: `move` |
 | worker | `{"can_move": boolean}` | whether this rank can do that; no answer |
 | worker | `{"moved": true}` | it has left the old group: what it sends from now on is of the new one; no answer |
 | worker | `{"started": {"entered", "joined", "loaded", "stepped", "step"}}` | the first step is committed; no answer |
@@ -105,6 +106,10 @@ CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
 STACKS_FD = "ELASTIC_AGENT_STACKS_FD"
 STACKS_NAME = "elastic-agent:stacks"
 _PAGE_NAME = "elastic-agent"
+OVER_FD = "ELASTIC_AGENT_OVER_FD"
+"""Eventfd that signals a change of `over` on the control page."""
+VERDICT_WITHIN_S = "ELASTIC_AGENT_VERDICT_WITHIN_S"
+"""Seconds within which the agent knows what becomes of a group whose ranks have lost each other."""
 REPLICATED_FD = "ELASTIC_AGENT_REPLICATED_FD"
 """Eventfd that signals a change of `replicated` on the control page. Absent: no snapshots are taken."""
 SNAPSHOT_FD = "ELASTIC_AGENT_SNAPSHOT_FD"
@@ -146,7 +151,7 @@ MAX_KEEP = 100
 """Largest number of checkpoints that a job can keep: their names are in a record in etcd and in messages."""
 
 PAGE_BYTES = 4096
-PAGE_VERSION = 5
+PAGE_VERSION = 6
 _U64 = struct.Struct("<Q")
 _VERSION_AT = 0
 _STEP_AT = 8
@@ -161,6 +166,7 @@ _RESTORED_AT = 64
 _IN_MEMORY_AT = 72
 _REPLICATED_AT = 80
 _REPLICATING_AT = 88
+_OVER_AT = 96
 
 
 def not_handed_down(variable: str, fd: int, what: str) -> RuntimeError:
@@ -298,6 +304,15 @@ class ControlPage:
     @replicating_us.setter
     def replicating_us(self, value: int) -> None:
         _U64.pack_into(self._map, _REPLICATING_AT, value)
+
+    @property
+    def over(self) -> int:
+        """Number of a group that is over without a handoff; 0: none."""
+        return self._read(_OVER_AT)
+
+    @over.setter
+    def over(self, value: int) -> None:
+        _U64.pack_into(self._map, _OVER_AT, value)
 
     def close(self) -> None:
         """Unmap the page."""

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainer_runtime import contract
 from trainer_runtime.agent_channel import milestones
 from trainer_runtime.checkpoint import warn
+from trainer_runtime.connections import connections
 from trainer_runtime.process_exit import destroy_group_at_exit
 from trainer_runtime.rank_store import open_rank_store, ranks_key
 from trainer_runtime.sealed_store import SealedStore
@@ -95,7 +96,8 @@ def _join(timeout_s: float) -> None:
         backend = _agree_on_backend(SealedStore(store, key) if key else store, rank_, world)
         if key and backend == "gloo":  # threads of NCCL use theirs while the interpreter may be held
             store = SealedStore(store, key, timeout, has_counters=True)
-        dist.init_process_group(backend, store=store, rank=rank_, world_size=world, timeout=timeout)
+        with connections.recorded():
+            dist.init_process_group(backend, store=store, rank=rank_, world_size=world, timeout=timeout)
         _hold_with_group(store)
     else:
         with _gloo_on_loopback():

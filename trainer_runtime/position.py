@@ -70,6 +70,12 @@ class Position:
         self.epoch, self.items, self.samples = saved["epoch"], saved["items"], saved["samples"]
         self.item = saved.get("item", "")
 
+    def begin_again(self) -> None:
+        """Forget what was drawn: the script begins anew at a state that is loaded next."""
+        self.items = self.drawn = self.samples = self.due = 0
+        self.item, self.loader, self.beside = "", None, ()
+        self.is_drawn_out = self.is_resized = False
+
     def end_epoch(self) -> None:
         """Move to the beginning of the next epoch."""
         self.epoch += 1

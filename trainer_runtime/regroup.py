@@ -21,6 +21,8 @@ from trainer_runtime.wrapping import find_unusual_wrapping, wrap_again, wrapped_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from torch.optim import Optimizer
+
 
 def find_obstacle(optimizers: Iterable[object]) -> str:
     """Return why the ranks of this script cannot enter another group without a new process; empty: they can.
@@ -28,6 +30,8 @@ def find_obstacle(optimizers: Iterable[object]) -> str:
     Args:
         optimizers: the optimizers in State.
     """
+    if dist.get_backend() != "gloo":
+        return f"the backend is {dist.get_backend()}, with which this was not tried yet"
     if not membership.is_by_init:
         return "the process group was not opened by tr.init()"
     if len(dist.distributed_c10d._world.pg_map) > 1:  # noqa: SLF001 - no public way to list process groups
@@ -38,11 +42,14 @@ def find_obstacle(optimizers: Iterable[object]) -> str:
     return find_unusual_wrapping()
 
 
-def enter_group(variables: Mapping[str, str | None], on_left: Callable[[], None]) -> None:
+def enter_group(
+    variables: Mapping[str, str | None], optimizers: Iterable[Optimizer], on_left: Callable[[], None]
+) -> None:
     """Leave the process group, and join that of another group; a collective of its ranks.
 
     Args:
         variables: environment variables to set before; None: to remove.
+        optimizers: their gradients are dropped: they are those of a step that does not count, or of the last one.
         on_left: called once the old process group is left.
 
     Raises:
@@ -52,6 +59,8 @@ def enter_group(variables: Mapping[str, str | None], on_left: Callable[[], None]
     modules = wrapped_modules()
     for module in modules:
         module.zero_grad(set_to_none=True)  # as in a new process; they may be views of the old group's buffers
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
     dist.destroy_process_group()
     for name, value in {**variables, contract.SETUP: None}.items():
         if value is None:

@@ -24,10 +24,12 @@ from torch.optim import Optimizer
 from trainer_runtime import contract
 from trainer_runtime.agent_channel import Move, milestones, open_channel
 from trainer_runtime.checkpoint import warn
+from trainer_runtime.connections import connections
 from trainer_runtime.contents import Contents
 from trainer_runtime.dist import is_main, membership, open_control_page, rank, world_size
 from trainer_runtime.exchange import script_line
 from trainer_runtime.finite import FiniteGuard
+from trainer_runtime.group_end import GroupEnd, GroupOverError, listen_for_group_end
 from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.object_store import open_place
@@ -44,7 +46,7 @@ from trainer_runtime.sources import Sources
 from trainer_runtime.stacks import register_stack_dump
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.snapshots import SnapshotTaker
@@ -146,6 +148,8 @@ class State:
         self._turn = 0
         """Number of this State among those that this process has restored, from 1; 0: it is not restored."""
         self._regroup_hooks: list[Callable[[int, int], object]] = []
+        self._group_end: GroupEnd | None = None
+        """None: the script does not train within `run`."""
         self._is_run = False
         """The script trains within `run`."""
         self._can_move: bool | None = None
@@ -233,15 +237,21 @@ class State:
         if membership.is_alone:  # an earlier version of the script has called `run`
             warn("earlier processes of this job have trained within state.run(), and this script does not call it")
             self._enter_first_group()
-        with exit_without_restart(self._channel):
-            identity = require_only_state(State._restored, self._directory, self._run, self._channel, self._page)
-        self._turn = len(State._restored) + 1
+        is_first = self._turn == 0
+        if is_first:
+            with exit_without_restart(self._channel):
+                identity = require_only_state(State._restored, self._directory, self._run, self._channel, self._page)
+            self._turn = len(State._restored) + 1
+            State._restored.add(identity)
         with runtime_phase("restore"):
             self._restore()
             self._sources.begin_body()
-        State._restored.add(identity)
+        if not (is_first or self._has_restored):
+            warn("no state was saved before the failure, so that training begins anew, in another process")
+            raise SystemExit(contract.EXIT_RESTART)
         self._expect_steps()
-        watch_own_time(self._contents.of_type(nn.Module))
+        if is_first:
+            watch_own_time(self._contents.of_type(nn.Module))
 
     def _restore(self) -> None:
         restorer = Restorer(
@@ -283,11 +293,16 @@ class State:
         false, and enters the group here. So the set-up of the script may not depend on the rank or the world size, and
         may not count on other ranks; what does belongs in a function that is registered with `on_regroup`.
 
-        What cannot be moved is named in one line, and restarts as without `run`. Without an agent, and at any other
-        change, `run` only calls `train`.
+        After a failure of another rank, the ranks of the nodes that stay keep their processes too: the error that a
+        broken connection raises in `train` is held, the State is restored from what was saved last, and `train` is
+        called again.
+
+        What cannot be moved is named in one line, and restarts as without `run`. Without an agent `run` only calls
+        `train`.
 
         Args:
-            train: function without arguments that contains the training: the loops over `epochs` and `steps`.
+            train: function without arguments that contains the training: the loops over `epochs` and `steps`. It may be
+                called several times.
 
         Returns:
             What `train` returns.
@@ -301,8 +316,80 @@ class State:
             )
         self._is_run = True
         self._enter_first_group()
-        self._call_regroup_hooks()
-        return train()
+        if self._page is not None:
+            self._group_end = listen_for_group_end(self._page)
+        training = {
+            each: each.training for name in self._contents.by_type(nn.Module).values() for each in name.modules()
+        }
+        while True:
+            self._call_regroup_hooks()
+            held: RuntimeError | None = None
+            try:
+                return train()
+            except GroupOverError:
+                pass
+            except RuntimeError as error:
+                if not self._has_lost_peers():
+                    raise
+                held = error
+            self._begin_again(self._await_place(held), training)
+
+    def _has_lost_peers(self) -> bool:
+        """Return whether an error may come from the end of the group, and this process can enter the next one."""
+        is_over = self._group_end is not None and self._group_end.is_over
+        return bool(self._can_move) and (is_over or connections.are_broken())
+
+    def _await_place(self, held: RuntimeError | None) -> Move:
+        """Leave the broken group, and wait for the next one.
+
+        Raises:
+            RuntimeError: `held`: the agent knows of no reason why the group should be over.
+        """
+        assert self._channel is not None  # noqa: S101 - only ranks of an agent can move
+        connections.shut_down()  # so that the other ranks raise too
+        if self._saver is not None:
+            self._saver.close()
+        move = self._channel.ask_place(float(os.environ.get(contract.VERDICT_WITHIN_S, "1")))
+        if move is None:
+            raise held or RuntimeError("the group is over, and this rank was not sent into another one")
+        if held is not None:
+            warn(f"this rank goes on in another group, after: {held}".partition("\n")[0])
+            traceback.clear_frames(held.__traceback__)  # they hold activations, and iterators
+            held.__traceback__ = None
+        return move
+
+    def _begin_again(self, move: Move, training: Mapping[nn.Module, bool]) -> None:
+        """Enter the next group; `epochs` restores there what was saved.
+
+        Args:
+            move: the place in the next group.
+            training: the modules, and whether each was in training mode as `run` began.
+
+        Raises:
+            SystemExit: that failed.
+        """
+        assert self._channel is not None  # noqa: S101 - only ranks of an agent can move
+        milestones.begin_again()
+        self._saver = self._snapshots = self._handoff = None
+        self._pos.begin_again()
+        self._sources = Sources(self._contents, self._pos)
+        self._begun_epoch = self._streamed_epoch = None
+        self._handled_handoff, self._saved_step = 0, -1
+        for module, is_training in training.items():
+            module.training = is_training
+        for scaler in self._contents.by_type(torch.amp.GradScaler).values():
+            scaler._per_optimizer_states.clear()  # noqa: SLF001 - the stage of a step that does not count
+        try:
+            self._enter_as_sent(move, self._channel)
+        except Exception as error:
+            raise self._cannot_enter() from error
+
+    @staticmethod
+    def _cannot_enter() -> SystemExit:
+        """Print the error under way, and return the end of this process: no `except Exception` may go on after it."""
+        traceback.print_exc()
+        warn("this rank could not enter the next group, and ends")
+        return SystemExit(1)
 
     def _enter_first_group(self) -> None:
         """Enter the group, if this process has set up in a world of its own."""
@@ -310,16 +397,18 @@ class State:
             return
         if os.environ.get(contract.SETUP) == "wait" and self._channel is not None:
             move = self._channel.ask_place()
+            assert move is not None  # noqa: S101 - it waits for ever
             milestones.begin_again()
             self._enter_as_sent(move, self._channel)
         else:
-            enter_group({}, on_left=lambda: None)
+            enter_group({}, self._contents.of_type(Optimizer), on_left=lambda: None)
 
-    @staticmethod
-    def _enter_as_sent(move: Move, channel: AgentChannel) -> None:
+    def _enter_as_sent(self, move: Move, channel: AgentChannel) -> None:
         if move.descriptor is not None:  # the number of the descriptor stays
             replace_snapshot_memory(move.descriptor)
-        enter_group(move.variables, channel.begin_group)
+        enter_group(move.variables, self._contents.of_type(Optimizer), channel.begin_group)
+        if self._group_end is not None:
+            self._group_end.begin_group()
 
     def _call_regroup_hooks(self) -> None:
         for hook in self._regroup_hooks:
@@ -424,6 +513,8 @@ class State:
             page.step = step
             if page.handoff > self._handled_handoff and self._handle_handoff(page.handoff):
                 return
+            if self._group_end is not None and self._group_end.is_over:
+                raise GroupOverError
         if step >= pos.due:
             self._do_due_work()
 
@@ -560,9 +651,7 @@ class State:
             self._expect_steps()
             self._call_regroup_hooks()
         except Exception as error:
-            traceback.print_exc()
-            warn("this rank could not enter the next group, and ends")
-            raise SystemExit(1) from error
+            raise self._cannot_enter() from error
 
     def _prepare_handoff(self) -> None:
         """Before any rank replaces a snapshot, all parts of the newest one have arrived."""

@@ -310,7 +310,7 @@ class SetUpWorkers:
 
 @dataclass(frozen=True)
 class MoveWorkers:
-    """Send this node's living rank processes, which are quiesced, into another group.
+    """Send this node's living rank processes into another group.
 
     Answered by `WorkersMoved`, or by `WorkersCannotMove`.
     """
@@ -320,6 +320,8 @@ class MoveWorkers:
     group: Group
     node_rank: int
     spec: Spec
+    is_planned: bool
+    """They are quiesced. Otherwise they have lost a rank, and must break their connections first."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from agent.core.reasons import SetUpFailed
 _CAUSE_WITHIN_S = 1.5
 _PLANNED = frozenset({"join", "scale", "drain"})
 """Causes for which the ranks were quiesced. An operator who asks for a restart wants new processes."""
+_UNPLANNED = frozenset({"lost", "failed"})
+"""Causes for which the connections between ranks are broken."""
 _MOVE_WITHIN_S = 10.0
 """How long workers may take to leave for the next group."""
 
@@ -227,24 +229,25 @@ def _workers_of(group: Group, node_rank: int) -> LocalWorkers:
 
 
 def _move(workers: LocalWorkers, place: Place, now: float) -> Followed | None:
-    """Send workers that are quiesced, or wait, into the wanted group. None: they have to end."""
+    """Send workers that are quiesced, have lost a rank, or wait, into the wanted group. None: they have to end."""
     wanted = place.wanted
     if wanted is None or not wanted.in_place or workers.exits or workers.is_asked_to_end:
         return None
-    is_quiesced = workers.can_move and workers.sent_handoff and wanted.cause in _PLANNED
-    if not (is_quiesced or workers.is_waiting):
+    is_planned = wanted.cause in _PLANNED
+    is_free = workers.sent_handoff if is_planned else wanted.cause in _UNPLANNED
+    if not (workers.is_waiting or (workers.can_move and is_free)):
         return None
     if workers.entering is None:
         until = now + _MOVE_WITHIN_S if workers.can_move else None  # those that still set up move once they have
         moving = replace(workers, entering=_workers_of(wanted, place.node_rank), move_until=until)
-        return moving, (fx.MoveWorkers(workers.group, wanted, place.node_rank, place.spec),)
+        return moving, (fx.MoveWorkers(workers.group, wanted, place.node_rank, place.spec, is_planned),)
     is_late = workers.move_until is not None and now >= workers.move_until
     return None if is_late or workers.entering.group != wanted.number else (workers, ())
 
 
 def _ended(workers: LocalWorkers, wanted: Group) -> tuple[Failure, ...]:
     """How the workers of the group before the wanted one failed, without those that this agent ended."""
-    if workers.is_asked_to_end or workers.group != wanted.number - 1:
+    if workers.is_asked_to_end or workers.is_waiting or workers.group != wanted.number - 1:
         return ()
     return tuple(in_short(_failure(workers, each)) for each in workers.failures)
 

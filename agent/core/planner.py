@@ -26,6 +26,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - If the checkpoint cannot be read, the job waits for it: the next group is tried with another rank 0, after longer and
   longer delays.
 - A group whose ranks make no step is ended as if one rank, the one that the others wait for, had failed (`hangs.py`).
+- If groups are entered in place, the ranks of the other nodes keep their processes after a failure. If these nodes are
+  enough, they go on without the node that failed, and it joins again once it has set up.
 - A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
 - If groups are entered in place, newcomers are admitted once they have set up. Otherwise a growth restarts every rank,
   so the group trains on until the standby processes of new and present members are ready, since a rank would otherwise
@@ -42,7 +44,7 @@ from dataclasses import replace
 
 import msgspec
 
-from agent.core.budget import EARLY_S, agent_exit_code, back_off_s, counts, is_own
+from agent.core.budget import EARLY_S, FailureCount, agent_exit_code, back_off_s, counts, is_own
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
@@ -309,7 +311,7 @@ class _Planner(PartitionView):
         new = {each.node_id for each in self.tally().left_out} - {each.node_id for each in group.left_out}
         reason = msgspec.structs.replace(reason, unreachable=without, left_out=tuple(sorted(new)))
         is_excused = is_partition_cause and (failure.is_peer_lost or failure.hang is not None)
-        return self._replace(group, "failed", reason, is_failure=is_charged and not is_excused)
+        return self._replace(group, "failed", reason, is_failure=is_charged and not is_excused, failed=report.node_id)
 
     def _end_without_restart(
         self, group: Group, reason: WorkersFailed, failure: Failure, silent: list[Member]
@@ -347,7 +349,8 @@ class _Planner(PartitionView):
         since = (self.seen.reported_since, self.seen.stalled_since)
         return min((each for each in since if each is not None), default=self.now)
 
-    def _replace(self, group: Group, cause: Cause, reason: GroupReason, *, is_failure: bool) -> Plan:
+    def _replace(self, group: Group, cause: Cause, reason: GroupReason, *, is_failure: bool, failed: str = "") -> Plan:
+        """Form the next group after a failure or a loss. `failed`: the node whose ranks failed, if its agent lives."""
         failures = self.tally(is_failure=is_failure)
         found = first_failure(self.view.exits)
         if is_failure and found is not None:
@@ -362,10 +365,24 @@ class _Planner(PartitionView):
         if cause == "failed" and self.now < until:
             counted = 0 if failures.failed_reads else failures.restarts
             return Plan(None, Waiting(what="retry", because=reason, failures=counted), until)
-        members = self._remaining(group)
+        members = self._without(group, failed, failures) or self._remaining(group)
         if len(members) < required(self.spec, group):
             return self.form((), "wait", reason, is_failure=is_failure)
         return self.form(members, cause, reason, is_failure=is_failure)
+
+    def _without(self, group: Group, failed: str, failures: FailureCount) -> tuple[Member, ...]:
+        """The members that go on without the node whose ranks failed, which joins again once these have set up.
+
+        Empty: all are to wait for it, since too few others can train, or since the job has failed twice without
+        progress: the cause may be in the data, and not in the node.
+        """
+        if not (failed and self.spec.in_place) or failures.restarts > 1:
+            return ()
+        found = self.lineup(self.spec.np_max + 1)
+        others = tuple(member for member in found if member.node_id != failed)[: self.spec.np_max]
+        stay = [member for member in others if group.node_rank(member.identity) is not None]
+        can_move = bool(stay) and all(member.identity in self.view.movable for member in stay)
+        return others if can_move and len(others) >= required(self.spec, group) else ()
 
     def _remaining(self, group: Group) -> tuple[Member, ...]:
         """The members that go on after a loss.

@@ -193,7 +193,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             case fx.SetUpWorkers():
                 self._workers.start(plan_launch(effect, self._config, self._environ), is_waiting=True)
             case fx.MoveWorkers(from_group):
-                self._workers.move(from_group, plan_launch(effect, self._config, self._environ))
+                launch = plan_launch(effect, self._config, self._environ)
+                self._workers.move(from_group, launch, is_planned=effect.is_planned)
                 self._renew_port(effect.node_rank)
             case fx.SendRestorePoint(restore_point):
                 self._workers.send_restore_point(restore_point)

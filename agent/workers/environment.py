@@ -44,7 +44,7 @@ GROUP_VARIABLES = frozenset(
         *(contract.JOB_ID, contract.RUN_ID, contract.GROUP, contract.NODE_ID, contract.CHECKPOINT_DIR, contract.FRESH),
         contract.RANKS_KEY,
         contract.SETUP,
-        *(contract.HANDOFF_WAIT_S, contract.PS_INCARNATION),
+        *(contract.HANDOFF_WAIT_S, contract.VERDICT_WITHIN_S, contract.PS_INCARNATION),
     }
 )
 """Variables that depend on the group: they define which rank of which group, or which role process, a process is."""
@@ -87,6 +87,7 @@ class JobFacts:
     checkpoint_dir: str
     max_restarts: int
     handoff_wait_s: float
+    verdict_within_s: float
     interface: str | None
     """Network interface that has this node's address."""
     snapshots: SnapshotConfig
@@ -181,6 +182,7 @@ def _contract(place: RankPlace, facts: JobFacts) -> dict[str, str]:
         contract.CHECKPOINT_DIR: facts.checkpoint_dir,
         contract.FRESH: "1" if facts.fresh else "0",
         contract.HANDOFF_WAIT_S: f"{facts.handoff_wait_s:g}",
+        contract.VERDICT_WITHIN_S: f"{facts.verdict_within_s:g}",
         **({contract.SETUP: facts.setup} if facts.setup else {}),
         **_snapshots(facts.snapshots),
     }

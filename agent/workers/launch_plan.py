@@ -129,6 +129,7 @@ def plan_launch(
         checkpoint_dir=config.workers.checkpoint_dir,
         max_restarts=config.workers.max_restarts,
         handoff_wait_s=config.timing.handoff_wait_s,
+        verdict_within_s=config.timing.detect_within_s + 1.0,
         interface=interface_of(config.node.ips),
         snapshots=config.snapshots,
         secret=start.spec.secret,

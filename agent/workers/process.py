@@ -100,7 +100,7 @@ class Standby:
 class RankProcess:
     """A rank, from the spawn of its guardian until none of its processes is left. It may have been a standby before."""
 
-    def __init__(self, command: RankCommand | Standby) -> None:
+    def __init__(self, command: RankCommand | Standby) -> None:  # noqa: PLR0915 - it hands much down
         """Spawn the guardian.
 
         Raises:
@@ -141,8 +141,12 @@ class RankProcess:
             theirs.callback(their_sock.close)
             ours.callback(self._sock.close)
             self._sock.setblocking(False)
+            self.over_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            """Signals a change of `over` on its page."""
+            ours.callback(os.close, self.over_event)
             self._handed_down = {
                 contract.CONTROL_FD: control_fd,
+                contract.OVER_FD: self.over_event,
                 contract.CHANNEL_FD: self.channel.theirs.fileno(),
                 contract.STACKS_FD: self.stacks.fileno(),
             }
@@ -194,6 +198,11 @@ class RankProcess:
     def is_quiesced(self) -> bool:
         """Whether the worker has stopped for the requested handoff. It may decide at any moment to continue."""
         return bool(self.page.quiesced) and self.page.quiesced == self.page.handoff
+
+    def break_group(self, group: int) -> None:
+        """Let the worker, whose group is over, break its connections to the other ranks, and ask for its place."""
+        self.page.over = group
+        os.eventfd_write(self.over_event, 1)
 
     def renew_memory(self) -> None:
         """Create another memory for the worker's snapshots: the old one holds those of the group that it leaves."""
@@ -266,7 +275,7 @@ class RankProcess:
         os.close(self._order_fd)
         self._sock.close()
         os.close(self.pidfd)
-        for descriptor in (self.memory, self.replicated_event):
+        for descriptor in (self.memory, self.replicated_event, self.over_event):
             if descriptor is not None:
                 os.close(descriptor)
 

@@ -124,6 +124,8 @@ class WorkerGroup:
         """The ranks set up the script, and are in no group yet."""
         self._move: Launch | None = None
         """The group into which the ranks are to be sent. None: they are not."""
+        self._is_planned = False
+        """They are quiesced for that."""
         self._shown_rank: int | None = None
         """The rank of this group whose last lines were printed because the console does not show its output."""
         self._reactor = Reactor("workers")
@@ -163,15 +165,23 @@ class WorkerGroup:
             self._hang_monitor.begin(launch.group, [rank.process for rank in ranks if rank.process])
         self._reactor.call_later(_SETTLED_S, partial(self._refill_standbys_later, launch.group, _SETTLED_S, -1))
 
-    def move(self, group: int, launch: Launch) -> None:
-        """Send the ranks of this group, which are quiesced, into another group.
+    def move(self, group: int, launch: Launch, *, is_planned: bool) -> None:
+        """Send the ranks of this group into another group.
 
         Posts `WorkersMoved` once all have asked what becomes of them, or `WorkersCannotMove`.
+
+        Args:
+            group: number of their group.
+            launch: their place in the other one.
+            is_planned: they are quiesced. Otherwise they are told to break their connections.
         """
         with self._lock:
             if group != self._group or self._is_ending:
                 return  # the core learns of their end in any case
-            self._move = launch
+            self._move, self._is_planned = launch, is_planned
+            if not (is_planned or self._is_waiting):
+                for process in self._living():
+                    process.break_group(group)
         self._reactor.call_soon(self._keep_trying_to_move)
 
     def terminate(self, group: int) -> None:
@@ -337,7 +347,7 @@ class WorkerGroup:
         return bool(still)
 
     def _keep_trying_to_move(self) -> None:
-        if self._try_to_move() and not self._is_waiting:  # those that wait send a message
+        if self._try_to_move() and self._is_planned and not self._is_waiting:  # others send a message
             self._reactor.call_later(_ASK_EVERY_S, self._keep_trying_to_move)
 
     def _try_to_move(self) -> bool:
@@ -346,10 +356,16 @@ class WorkerGroup:
             launch, processes, last = self._move, self._living(), self._group
             if launch is None:
                 return False
-            can_move = self._is_waiting or all(each.is_quiesced and each.channel.can_move for each in processes)
+            can_move = self._is_waiting or all(
+                each.channel.can_move and (each.is_quiesced or each.channel.awaits_place or not self._is_planned)
+                for each in processes
+            )
             if not can_move or len(processes) != len(launch.commands):
                 self._move = None
-            elif not all(each.channel.awaits_leave_answer or each.channel.awaits_place for each in processes):
+            elif not all(
+                each.channel.awaits_place or (self._is_planned and each.channel.awaits_leave_answer)
+                for each in processes
+            ):
                 return True
         if self._move is None:
             self._post(WorkersCannotMove(last))

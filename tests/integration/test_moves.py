@@ -51,6 +51,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, etcd: Any) -> Callable
     return weights
 
 
+def assert_result(job: Job, weights: dict[str, torch.Tensor]) -> None:
+    """The result is that of an undisturbed run."""
+    for name, tensor in torch.load(job.weights).items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-5)
+
+
 def assert_right(job: Job, weights: dict[str, torch.Tensor]) -> None:
     """Each step was taken once, each sample counted once an epoch, and the result is that of an undisturbed run."""
     steps: dict[int, Counter[int]] = defaultdict(Counter)
@@ -63,8 +69,7 @@ def assert_right(job: Job, weights: dict[str, torch.Tensor]) -> None:
     assert set(taken) == set(range(1, STEPS_PER_EPOCH * job.epochs + 1))
     assert max(taken.values()) == 1
     assert all(counts == Counter(range(SAMPLES)) for counts in steps.values())
-    for name, tensor in torch.load(job.weights).items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-5)
+    assert_result(job, weights)
 
 
 def longest_pause_s(job: Job) -> float:
@@ -103,3 +108,28 @@ def test_ranks_that_stay_keep_their_processes(job: Make, undisturbed: Callable[[
     places = ledgers(running)[stayers[last]][-1]["places"]
     assert [world for _, world in places] == [3, 2, 3, 2]
     assert_right(running, undisturbed(running.epochs))
+
+
+@pytest.mark.parametrize("who", ["rank 0", "rank 2"])
+@pytest.mark.parametrize("what", ["worker", "node"])
+def test_ranks_that_lose_another_keep_their_processes(
+    job: Make, undisturbed: Callable[[int], dict[str, torch.Tensor]], what: str, who: str
+) -> None:
+    """With four ranks, one has nothing to do with the lost one in the operation under way, and waits for the others."""
+    running = job("--detect_within=5")
+    running.epochs = 120
+    for name in ("a", "b", "c", "d"):
+        running.start(name, "1:4", command(running, setup_s=SETUP_S))
+    group = running.wait_for_step(8, world=4)
+    lost = next(node["node_id"] for node in running.status()["nodes"] if node["ranks"] == [int(who[-1])])
+    stayers = {name: pid_of(running, name) for name in "abcd" if name != lost}
+    if what == "worker":
+        running.nodes[lost].kill_worker()
+        back = running.wait_for_step(1, after_group=group, world=3)
+        running.wait_for_step(1, after_group=back, world=4)
+    else:
+        running.nodes[lost].kill()
+        running.wait_for_step(1, after_group=group, world=3)
+    assert {name: pid_of(running, name) for name in stayers} == stayers
+    running.finish()
+    assert_result(running, undisturbed(running.epochs))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PEER_LOST = "Connection closed by peer"
 EXIT_TOLD = 101
+_VERDICT_S = 6.0
+"""How long ranks that have lost others wait for their agent to know why."""
 FINISHED = 0
 """In place of a signal: they ended by themselves."""
 
@@ -51,6 +53,8 @@ class Ranks:
         self.in_memory = False
         """A snapshot is enough for it."""
         self.starts = 0
+        self.can_move = self.has_lost_peers = False
+        """They have made a step in this group, of a script that can go on in another; they have lost others."""
         self.is_waiting = self.is_ready = False
         """They set up the script, or have done so, and are in no group."""
         self._sent_to: tuple[Group, int, str] | None = None
@@ -73,8 +77,11 @@ class Ranks:
             case fx.SetUpWorkers(group, node_rank, spec):
                 self.node_rank = node_rank
                 self._set_up(group, spec.run)
-            case fx.MoveWorkers(from_group, group, node_rank, spec) if self.number == from_group:
-                self.later(self._cluster.random.uniform(0.0, 0.2), lambda: self._move(group, node_rank, spec.run))
+            case fx.MoveWorkers(from_group, group, node_rank, spec, is_planned) if self.number == from_group:
+                self._sent_to = group, node_rank, spec.run
+                if not is_planned:  # they break their connections
+                    self.later(self._cluster.random.uniform(0.0, 0.5), self.lose_peers)
+                self.later(self._cluster.random.uniform(0.0, 0.2), lambda: self._move(is_planned=is_planned))
             case fx.SendRestorePoint(restore_point):
                 self.restore_point = restore_point
                 if self.world is not None:
@@ -107,6 +114,7 @@ class Ranks:
         self.is_stopping, self.is_waiting, self.is_ready = False, True, False
         self.starts += 1
         self.group, self.world, self.restore_point, self.page = joined, None, None, 0
+        self._sent_to = None
         if self.bad_code:
             self.later(0.02, lambda code=self.bad_code: self._fail_early(code))
         self.later(self._cluster.random.uniform(0.0, 3.0), self._get_ready)
@@ -114,17 +122,29 @@ class Ranks:
     def _get_ready(self) -> None:
         self.is_ready = True
         self._agent.post(ev.WorkersReady(self.number))
-        if self._sent_to is not None:
-            self._move(*self._sent_to)
+        self._move(is_planned=True)
 
-    def _move(self, group: Group, node_rank: int, run: str) -> None:
+    def lose_peers(self) -> None:
+        """Their collectives fail: they end, or ask for their place and wait, for as long as their agent may need."""
+        if self.idle or self.is_waiting:
+            return
+        if not self.can_move:
+            self.fail(peer_lost=True)
+        elif not self.has_lost_peers:
+            self.has_lost_peers = True
+            self.later(_VERDICT_S, lambda: self.fail(peer_lost=True))
+            self._move(is_planned=False)
+
+    def _move(self, *, is_planned: bool) -> None:
         """They keep their processes, and act for another group from now on; if they are quiesced, or wait."""
         agent, last = self._agent, self.group
-        assert last is not None
-        if self.is_waiting and not self.is_ready:
-            self._sent_to = group, node_rank, run
+        if self._sent_to is None or last is None:
             return
-        is_free = self.is_waiting or self._is_quiesced()
+        is_ready = self.is_ready if self.is_waiting else is_planned or self.has_lost_peers
+        if not is_ready and not self.is_stopping:
+            return
+        (group, node_rank, run), self._sent_to = self._sent_to, None
+        is_free = self.is_waiting or self.has_lost_peers or self._is_quiesced()
         if not is_free or self.is_stopping or len(self.living) < agent.state.me.nproc:
             agent.post(ev.WorkersCannotMove(last.number))
             return
@@ -139,7 +159,8 @@ class Ranks:
 
     def _enter(self, group: Group, run: str) -> None:
         self.group, self.restore_point, self.page = group, None, 0
-        self.is_waiting, self._sent_to = False, None
+        self.is_waiting = self.can_move = self.has_lost_peers = False
+        self._sent_to = None
         self.idle.clear()
         self.before = self.reached
         self.started_at = self._agent.clock()
@@ -162,7 +183,7 @@ class Ranks:
         loaded = max(self.started_at, now - (self._cluster.now - self.world.loaded_at))
         joined = (self.started_at + loaded) / 2
         entered = (self.started_at + joined) / 2
-        can_move = self._cluster.training.moves
+        can_move = self.can_move = self._cluster.training.moves
         self._agent.post(ev.RanksStarted(self.number, entered, joined, loaded, now, self.world.step, can_move))
 
     def _set_handoff(self, group: int, number: int, *, in_memory: bool) -> None:

@@ -260,7 +260,7 @@ class World:
             other = self._cluster.by_serial[member.link]
             is_told = self._cluster.network.is_open_both(agent.serial, other.serial) and chance.random() < 0.8
             if other is not agent and is_told and other.ranks.world is self:
-                other.ranks.later(chance.uniform(0.01, 1.0), lambda ranks=other.ranks: ranks.fail(peer_lost=True))
+                other.ranks.later(chance.uniform(0.01, 1.0), other.ranks.lose_peers)
 
 
 class Training:

@@ -274,7 +274,7 @@ def about_to_move() -> LocalWorkers:
     """Workers that are quiesced for a handoff, and were asked to move into the next group at second 1."""
     quiesced = replace(running(), can_move=True, sent_handoff=1)
     moving, effects = follow_group(quiesced, Place(IN_PLACE, ME, SPEC), 1.0, AT_ONCE)
-    assert effects == (fx.MoveWorkers(1, IN_PLACE, 0, SPEC),)
+    assert effects == (fx.MoveWorkers(1, IN_PLACE, 0, SPEC, is_planned=True),)
     assert follow_group(moving, Place(IN_PLACE, ME, SPEC), 2.0, AT_ONCE) == (moving, ()), "they are asked once"
     return moving
 
@@ -331,7 +331,7 @@ def test_workers_that_have_set_up_are_let_in(*, is_ready: bool) -> None:
     if is_ready:
         workers = workers.apply_event(ev.WorkersReady(1), 5.0)
     workers, effects = follow_group(workers, Place(IN_PLACE, ME, SPEC), 6.0, AT_ONCE)
-    assert effects == (fx.MoveWorkers(1, IN_PLACE, 0, SPEC),)
+    assert effects == (fx.MoveWorkers(1, IN_PLACE, 0, SPEC, is_planned=True),)
     assert follow_group(workers, Place(IN_PLACE, ME, SPEC), 15.0, AT_ONCE) == (workers, ()), "a set-up may take long"
     entered = workers.apply_event(ev.WorkersMoved(1, 0, 14.0), 15.0)
     assert (entered.group, entered.is_waiting, entered.is_alive) == (2, False, True)
@@ -356,3 +356,15 @@ def test_a_set_up_that_fails_is_not_tried_again_in_the_same_group() -> None:
     again, effects = follow_group(gone, next_place, 7.0, AT_ONCE)
     assert [type(effect) for effect in effects] == [fx.SetUpWorkers]
     assert again.set_up_failure is None
+
+
+def test_ranks_that_have_lost_another_go_on_in_the_next_group() -> None:
+    """No handoff was asked for."""
+    wanted = msgspec.structs.replace(IN_PLACE, cause="lost")
+    workers, effects = follow_group(replace(running(), can_move=True), Place(wanted, ME, SPEC), 1.0, AT_ONCE)
+    assert effects == (fx.MoveWorkers(1, wanted, 0, SPEC, is_planned=False),)
+    _, effects = follow_group(workers, Place(wanted, ME, SPEC), 12.0, AT_ONCE)
+    assert effects == (fx.KillWorkers(1),), "they do not answer in time"
+    restart = msgspec.structs.replace(IN_PLACE, cause="restart")
+    _, effects = follow_group(replace(running(), can_move=True, sent_handoff=1), Place(restart, ME, SPEC), 1.0, AT_ONCE)
+    assert effects == (fx.KillWorkers(1),), "new processes were asked for"

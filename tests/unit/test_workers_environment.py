@@ -53,6 +53,7 @@ FACTS = JobFacts(
     fresh=False,
     checkpoint_dir="/ckpt",
     handoff_wait_s=1.0,
+    verdict_within_s=6.0,
     max_restarts=5,
     interface="eth7",
     snapshots=SnapshotConfig(),
