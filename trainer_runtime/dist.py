@@ -20,6 +20,7 @@ from trainer_runtime.connections import connections
 from trainer_runtime.process_exit import destroy_group_at_exit
 from trainer_runtime.rank_store import open_rank_store, ranks_key
 from trainer_runtime.sealed_store import SealedStore
+from trainer_runtime.set_up import set_up
 from trainer_runtime.stacks import register_stack_dump, stacks_descriptor
 from trainer_runtime.wrapping import record_wrapping
 
@@ -67,6 +68,7 @@ def init(timeout_s: float = 600.0) -> None:
     """
     _register_stack_dump()
     record_wrapping()
+    set_up.watch()
     if not dist.is_initialized():
         membership.timeout_s, membership.is_by_init = timeout_s, True
         membership.is_alone = contract.SETUP in os.environ
@@ -139,6 +141,7 @@ def rank() -> int:
         RuntimeError: there is no process group yet.
     """
     _require_group()
+    set_up.note_reader()
     return int(os.environ["RANK"]) if membership.is_alone else dist.get_rank()
 
 
@@ -149,6 +152,7 @@ def world_size() -> int:
         RuntimeError: there is no process group yet.
     """
     _require_group()
+    set_up.note_reader()
     return int(os.environ["WORLD_SIZE"]) if membership.is_alone else dist.get_world_size()
 
 

@@ -31,13 +31,15 @@ class GroupEnd:
         os.set_inheritable(event, False)  # child processes of the script must not inherit it
         self._page = page
         self._event = event
+        self._lock = threading.Lock()
         self.begin_group()
         threading.Thread(target=self._listen, name="group-end", daemon=True).start()
 
     def begin_group(self) -> None:
-        """Note that this process is in the group that the environment names."""
-        self._group = int(os.environ[contract.GROUP])
-        self.is_over = False
+        """Note that this process belongs to the group that the environment names, before it joins the group."""
+        with self._lock:
+            self._group = int(os.environ[contract.GROUP])
+            self.is_over = False
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -46,9 +48,10 @@ class GroupEnd:
             poll.poll()
             with suppress(BlockingIOError):
                 os.eventfd_read(self._event)
-            if self._page.over == self._group:
-                self.is_over = True
-                connections.shut_down()
+            with self._lock:  # a late event must not break the connections of the next group
+                if self._page.over == self._group:
+                    self.is_over = True
+                    connections.shut_down()
 
 
 def listen_for_group_end(page: ControlPage) -> GroupEnd | None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from trainer_runtime import contract
 from trainer_runtime.dist import join_again, membership, sum_over_ranks, world_size
+from trainer_runtime.set_up import set_up
 from trainer_runtime.wrapping import find_unusual_wrapping, wrap_again, wrapped_modules
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def find_obstacle(optimizers: Iterable[object]) -> str:
     optim = sys.modules.get("torch.distributed.optim")  # not imported: no optimizer is one
     if optim is not None and any(isinstance(each, optim.ZeroRedundancyOptimizer) for each in optimizers):
         return "ZeroRedundancyOptimizer divides its state among the ranks of one group"
+    if set_up.samplers:
+        return "a DistributedSampler keeps the rank and the world size that it was made with; use tr.DataLoader"
     return find_unusual_wrapping()
 
 

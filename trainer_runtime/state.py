@@ -41,6 +41,7 @@ from trainer_runtime.regroup import enter_group, find_obstacle
 from trainer_runtime.restoring import Restorer, exit_without_restart, require_only_state
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_growing_batch, require_lr_scaling
+from trainer_runtime.set_up import set_up
 from trainer_runtime.snapshot_memory import replace_snapshot_memory
 from trainer_runtime.sources import Sources
 from trainer_runtime.stacks import register_stack_dump
@@ -237,6 +238,7 @@ class State:
         if membership.is_alone:  # an earlier version of the script has called `run`
             warn("earlier processes of this job have trained within state.run(), and this script does not call it")
             self._enter_first_group()
+        set_up.end()
         is_first = self._turn == 0
         if is_first:
             with exit_without_restart(self._channel):
@@ -315,7 +317,13 @@ class State:
                 "wanted state.run() once, before state.restore() and state.epochs(); call these within it"
             )
         self._is_run = True
+        set_up.end()
         self._enter_first_group()
+        if set_up.read_at and is_main():
+            warn(
+                f"state.run(): the set-up reads the rank or the world size at {set_up.read_at}, and does not run again "
+                "as the group changes: let what depends on them be in a function registered with state.on_regroup"
+            )
         if self._page is not None:
             self._group_end = listen_for_group_end(self._page)
         training = {
@@ -406,9 +414,13 @@ class State:
     def _enter_as_sent(self, move: Move, channel: AgentChannel) -> None:
         if move.descriptor is not None:  # the number of the descriptor stays
             replace_snapshot_memory(move.descriptor)
-        enter_group(move.variables, self._contents.of_type(Optimizer), channel.begin_group)
-        if self._group_end is not None:
-            self._group_end.begin_group()
+
+        def on_left() -> None:
+            if self._group_end is not None:
+                self._group_end.begin_group()
+            channel.begin_group()
+
+        enter_group(move.variables, self._contents.of_type(Optimizer), on_left)
 
     def _call_regroup_hooks(self) -> None:
         for hook in self._regroup_hooks:
@@ -472,7 +484,9 @@ class State:
         self._begin_epoch()
         self._streamed_epoch = self._pos.epoch
         try:
-            yield from self._sources.draw(items, source)
+            for item in self._sources.draw(items, source):
+                self._require_group()
+                yield item
         finally:
             self.settle()
 
@@ -513,10 +527,14 @@ class State:
             page.step = step
             if page.handoff > self._handled_handoff and self._handle_handoff(page.handoff):
                 return
-            if self._group_end is not None and self._group_end.is_over:
-                raise GroupOverError
+            self._require_group()
         if step >= pos.due:
             self._do_due_work()
+
+    def _require_group(self) -> None:
+        """Raise GroupOverError if the agent has said that the group is over; the script may have caught the error."""
+        if self._group_end is not None and self._group_end.is_over:
+            raise GroupOverError
 
     def settle(self) -> None:
         """Wait until nothing of this State is being copied, so that its tensors may be changed in any way.

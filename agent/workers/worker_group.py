@@ -356,42 +356,40 @@ class WorkerGroup:
             launch, processes, last = self._move, self._living(), self._group
             if launch is None:
                 return False
-            can_move = self._is_waiting or all(
+            may_move = self._is_waiting or all(
                 each.channel.can_move and (each.is_quiesced or each.channel.awaits_place or not self._is_planned)
                 for each in processes
             )
-            if not can_move or len(processes) != len(launch.commands):
-                self._move = None
-            elif not all(
-                each.channel.awaits_place or (self._is_planned and each.channel.awaits_leave_answer)
-                for each in processes
-            ):
-                return True
-        if self._move is None:
-            self._post(WorkersCannotMove(last))
-        else:
-            self._send_into(launch)
+            if may_move and len(processes) == len(launch.commands):
+                has_asked = [
+                    each.channel.awaits_place or (self._is_planned and each.channel.awaits_leave_answer)
+                    for each in processes
+                ]
+                if all(has_asked):
+                    self._send_into(launch)
+                return not all(has_asked)
+            self._move = None
+        self._post(WorkersCannotMove(last))
         return False
 
     def _send_into(self, launch: Launch) -> None:
-        """Send the ranks, all of which wait, into the other group. They write no snapshots until they have noticed."""
+        """Send the ranks, all of which wait, into the other group. The caller holds the lock."""
         last, step, at = self._group, max(rank.step for rank in self._ranks), clock.now()
-        self.snapshots.end()
-        with self._lock:
-            self._move, self._group, self._is_waiting = None, launch.group, False
-            self._has_asked_restore_point = self._has_started = False
-            self._shown_rank = None
-            self._quiesced_handoff = 0
-            for rank, command in zip(self._ranks, launch.commands, strict=True):
-                assert rank.process is not None  # noqa: S101 - they live
-                rank.group, rank.command = launch.group, command
-                rank.process.renew_memory()
-            if launch.source is not None:
-                self.snapshots.begin(launch.source, launch.group, _snapshot_memories(self._ranks), launch.next_node)
-            self._post(WorkersMoved(last, step, at))
-            for rank in self._ranks:
-                if rank.process:
-                    rank.process.move(rank.command)
+        self.snapshots.end()  # they write none until they have their place
+        self._move, self._group, self._is_waiting = None, launch.group, False
+        self._has_asked_restore_point = self._has_started = False
+        self._shown_rank = None
+        self._quiesced_handoff = 0
+        for rank, command in zip(self._ranks, launch.commands, strict=True):
+            assert rank.process is not None  # noqa: S101 - they live
+            rank.group, rank.command = launch.group, command
+            rank.process.renew_memory()
+        if launch.source is not None:
+            self.snapshots.begin(launch.source, launch.group, _snapshot_memories(self._ranks), launch.next_node)
+        self._post(WorkersMoved(last, step, at))
+        for rank in self._ranks:
+            if rank.process:
+                rank.process.move(rank.command)
         self._hang_monitor.begin(launch.group, self._living())
         self._reactor.call_later(_MOVE_WITHIN_S, partial(self._kill_unmoved, launch.group))
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +28,8 @@ import trainer_runtime as tr
 SAMPLES = 119
 GLOBAL_BATCH = 24
 STEPS_PER_EPOCH = 5
+MISDEED = os.environ.get("MISDEED", "")
+"""What a rank does wrong: `raise`, `sleep` or `stop` once, or `catch` each RuntimeError."""
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -41,6 +45,19 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self._points[index], self._classes[index]
+
+
+def misbehave(directory: Path, step: int) -> None:
+    """Do once, on rank 1 after step 20, what the test wants to see."""
+    if MISDEED not in {"raise", "sleep", "stop"} or step <= 20 or tr.rank() != 1:
+        return
+    with suppress(FileExistsError):
+        (directory / "misdeed").open("x").write(str(os.getpid()))
+        if MISDEED == "raise":
+            raise ValueError("a mistake of the script")
+        if MISDEED == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1000)
 
 
 def main() -> None:
@@ -65,12 +82,18 @@ def main() -> None:
     def train() -> None:
         for _ in state.epochs(epochs):
             for points, classes in state.steps(loader):
-                opt.zero_grad()
-                loss = nn.functional.cross_entropy(model(points), classes) * loader.weight
-                loss.backward()
+                group, step = state.group, state.step + 1
+                try:
+                    opt.zero_grad()
+                    misbehave(directory, step)
+                    loss = nn.functional.cross_entropy(model(points), classes) * loader.weight
+                    loss.backward()
+                except RuntimeError:
+                    if MISDEED == "catch":
+                        continue
+                    raise
                 opt.step()
                 schedule.step()
-                group, step = state.group, state.step + 1
                 line = {"epoch": state.epoch, "step": step, "indices": loader.indices, "places": places}
                 with (directory / f"ledger.{os.getpid()}").open("a") as file:
                     file.write(json.dumps(line) + "\n")

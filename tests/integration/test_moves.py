@@ -14,7 +14,7 @@ import torch
 from integration.conftest import PATIENCE_S, Job
 from integration.moving_job import SAMPLES, STEPS_PER_EPOCH
 
-from agent.rehearse.cluster import read_trace
+from agent.rehearse.cluster import read_trace, wait_for
 
 Make = Callable[..., Job]
 SETUP_S = 3.0
@@ -131,5 +131,66 @@ def test_ranks_that_lose_another_keep_their_processes(
         running.nodes[lost].kill()
         running.wait_for_step(1, after_group=group, world=3)
     assert {name: pid_of(running, name) for name in stayers} == stayers
+    running.finish()
+    assert_result(running, undisturbed(running.epochs))
+
+
+@pytest.mark.parametrize("misdeed", ["sleep", "stop"])
+def test_a_rank_that_does_not_notice_is_replaced_and_the_others_keep_their_processes(
+    job: Make, undisturbed: Callable[[int], dict[str, torch.Tensor]], misdeed: str
+) -> None:
+    """It sleeps in its own code, or is stopped, as another rank is killed."""
+    running = job("--detect_within=5")
+    running.epochs = 120
+    running.environ["MISDEED"] = misdeed
+    for name in ("a", "b", "c"):
+        running.start(name, "1:3", command(running))
+    group = running.wait_for_step(8, world=3)
+    nodes = {node["ranks"][0]: node["node_id"] for node in running.status()["nodes"]}
+    pids = {rank: pid_of(running, name) for rank, name in nodes.items()}
+    wait_for((running.directory / "misdeed").exists, PATIENCE_S, "the misdeed")
+    running.nodes[nodes[2]].kill()
+    running.wait_for_step(1, after_group=group, world=2)
+    assert pid_of(running, nodes[0]) == pids[0]
+    assert pid_of(running, nodes[1]) != pids[1]
+    running.finish()
+    assert_result(running, undisturbed(running.epochs))
+
+
+def test_an_error_of_the_script_ends_its_rank_at_once(
+    job: Make, undisturbed: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    """It is not held: nothing says that the group is over."""
+    running = job("--detect_within=20")
+    running.epochs = 120
+    running.environ["MISDEED"] = "raise"
+    for name in ("a", "b"):
+        running.start(name, "2", command(running))
+    group = running.wait_for_step(8, world=2)
+    nodes = {node["ranks"][0]: node["node_id"] for node in running.status()["nodes"]}
+    stays = pid_of(running, nodes[0])
+    running.wait_for_step(21, after_group=group, world=2)
+    assert pid_of(running, nodes[0]) == stays
+    assert longest_pause_s(running) < 10, "less than the rank would wait for a verdict"
+    (first,) = [entry for entry in running.history() if entry["group"] == group + 1]
+    assert "ValueError: a mistake of the script" in str(first)
+    running.finish()
+    assert_result(running, undisturbed(running.epochs))
+
+
+def test_a_script_that_catches_every_error_is_stopped_between_its_steps(
+    job: Make, undisturbed: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    running = job("--detect_within=5")
+    running.epochs = 120
+    running.environ["MISDEED"] = "catch"
+    for name in ("a", "b"):
+        running.start(name, "1:2", command(running))
+    group = running.wait_for_step(8, world=2)
+    nodes = {node["ranks"][0]: node["node_id"] for node in running.status()["nodes"]}
+    stays = pid_of(running, nodes[0])
+    running.nodes[nodes[1]].kill()
+    running.wait_for_step(1, after_group=group, world=1)
+    assert pid_of(running, nodes[0]) == stays
     running.finish()
     assert_result(running, undisturbed(running.epochs))

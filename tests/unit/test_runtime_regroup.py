@@ -1,0 +1,187 @@
+"""What a process of a script with `State.run` does to enter another group: in parts, in a world of one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_agent import start_without_agent
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
+
+import trainer_runtime as tr
+from trainer_runtime import contract
+from trainer_runtime.connections import Connections
+from trainer_runtime.dist import join_again, membership
+from trainer_runtime.group_end import GroupEnd
+from trainer_runtime.regroup import enter_group, find_obstacle
+from trainer_runtime.set_up import set_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Opened = tuple[Connections, socket.socket, socket.socket]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world of one rank, opened anew."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    start_without_agent(monkeypatch)
+    set_up.read_at = ""
+    set_up.samplers.clear()
+    tr.init()
+    yield
+    set_up.end()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other:
+            yield one, other
+
+
+@pytest.fixture
+def opened() -> Iterator[tuple[Connections, socket.socket, socket.socket]]:
+    """A connection that was opened within the block, of which this process has both ends."""
+    connections = Connections()
+    with socket.create_server(("127.0.0.1", 0)) as server, connections.recorded():
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    with one, other:
+        yield connections, one, other
+
+
+def test_connections_that_were_opened_before_are_left_alone(
+    pair: tuple[socket.socket, socket.socket], opened: Opened
+) -> None:
+    connections, one, other = opened
+    assert not connections.are_broken()
+    connections.shut_down()
+    assert connections.are_broken()
+    assert one.recv(1) == other.recv(1) == b""
+    pair[0].sendall(b"x")
+    assert pair[1].recv(1) == b"x"
+
+
+def test_a_descriptor_that_is_another_file_now_is_left_alone(
+    pair: tuple[socket.socket, socket.socket], opened: Opened
+) -> None:
+    connections, one, other = opened
+    descriptor = one.fileno()
+    other.close()
+    os.dup2(pair[0].fileno(), descriptor)
+    assert connections.are_broken()
+    connections.shut_down()
+    pair[0].sendall(b"x")
+    assert pair[1].recv(1) == b"x"
+
+
+def test_a_connection_that_the_other_end_has_closed_is_broken(opened: Opened) -> None:
+    connections, _, other = opened
+    other.close()
+    assert connections.are_broken()
+
+
+def test_a_late_word_of_the_end_of_a_group_does_not_break_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, descriptor = contract.ControlPage.create("late")
+    event = os.eventfd(0, os.EFD_NONBLOCK)
+    monkeypatch.setenv(contract.GROUP, "5")
+    group_end = GroupEnd(page, event)
+    monkeypatch.setenv(contract.GROUP, "6")
+    group_end.begin_group()
+    page.over = 5
+    os.eventfd_write(event, 1)
+    assert not wait_until_over(group_end, within_s=0.2)
+    page.over = 6
+    os.eventfd_write(event, 1)
+    assert wait_until_over(group_end, within_s=10.0)
+    os.close(descriptor)
+
+
+def wait_until_over(group_end: GroupEnd, within_s: float) -> bool:
+    waiting = threading.Event()
+    for _ in range(100):
+        if group_end.is_over:
+            return True
+        waiting.wait(within_s / 100)
+    return False
+
+
+@pytest.mark.usefixtures("world")
+def test_a_module_is_wrapped_again_with_its_arguments_hooks_and_mode() -> None:
+    module = DistributedDataParallel(nn.Linear(2, 1), bucket_cap_mb=3, find_unused_parameters=True)
+    calls = []
+    module.register_forward_pre_hook(lambda *_: calls.append(1))
+    module.eval()
+    module.module.train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module(torch.ones(1, 2)).sum().backward()
+    before, reducer, weight = dist.group.WORLD, module.reducer, module.module.weight
+    enter_group({"SOME": "x"}, [optimizer], lambda: None)
+    assert os.environ.pop("SOME") == "x"
+    assert dist.group.WORLD is not before
+    assert module.reducer is not reducer
+    assert module.module.weight is weight
+    assert (module.training, module.module.training) == (False, True)
+    assert (module.find_unused_parameters, weight.grad) == (True, None)
+    module(torch.ones(1, 2)).sum().backward()
+    assert len(calls) == 2
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones(1, 2))
+
+
+@pytest.mark.usefixtures("world")
+def test_what_cannot_be_moved_is_named() -> None:
+    assert find_obstacle([]) == ""
+    sampler = DistributedSampler([1, 2])
+    assert "DistributedSampler" in find_obstacle([])
+    del sampler
+    module = DistributedDataParallel(nn.Linear(2, 1))
+    module.register_comm_hook(None, lambda _, bucket: torch.futures.Future().set_result(bucket.buffer()))
+    assert "communication hook" in find_obstacle([])
+    del module
+    own = dist.new_group([0])
+    assert "process groups of its own" in find_obstacle([])
+    dist.destroy_process_group(own)
+    assert find_obstacle([]) == ""
+
+
+@pytest.mark.usefixtures("world")
+def test_where_a_set_up_reads_its_rank_is_noted_and_torchs_functions_come_back() -> None:
+    noting = dist.get_rank
+    assert not set_up.read_at
+    tr.is_main()
+    DistributedDataParallel(nn.Linear(2, 1))
+    assert not set_up.read_at, "only the script's own calls count"
+    assert dist.get_rank() == 0
+    assert set_up.read_at.startswith("test_runtime_regroup.py:")
+    set_up.end()
+    assert dist.get_rank is not noting
+
+
+@pytest.mark.usefixtures("world")
+def test_a_process_that_sets_up_alone_knows_its_place_and_is_not_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.destroy_process_group()
+    monkeypatch.setenv(contract.SETUP, "alone")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    tr.init()
+    assert (tr.rank(), tr.world_size(), tr.is_main()) == (0, 3, False)
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()
+    for name in (contract.SETUP, "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    join_again()
+    assert (tr.rank(), tr.world_size(), tr.is_main()) == (0, 1, True)
+    assert not membership.is_alone
