@@ -10,19 +10,166 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from trainer_runtime import contract
-from trainer_runtime.dist import join_again, membership, sum_over_ranks, world_size
+from trainer_runtime.agent_channel import milestones
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.connections import connections
+from trainer_runtime.dist import is_main, join_again, membership, rank, sum_over_ranks, world_size
+from trainer_runtime.group_end import GroupEnd, listen_for_group_end
 from trainer_runtime.set_up import set_up
+from trainer_runtime.snapshot_memory import replace_snapshot_memory
 from trainer_runtime.wrapping import find_unusual_wrapping, wrap_again, wrapped_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from torch.optim import Optimizer
+    from trainer_runtime.agent_channel import AgentChannel, Move
+    from trainer_runtime.contents import Contents
+    from trainer_runtime.contract import ControlPage
+    from trainer_runtime.sources import Sources
+
+
+class Regrouping:
+    """The changes of group of one State's process.
+
+    Args:
+        contents: the objects of the State.
+        page: this rank's control page; None without an agent, as is the channel.
+        channel: channel to the agent.
+    """
+
+    def __init__(self, contents: Contents, page: ControlPage | None, channel: AgentChannel | None) -> None:
+        self._contents = contents
+        self._page = page
+        self._channel = channel
+        self._end: GroupEnd | None = None
+        self._training: dict[nn.Module, bool] = {}
+        """The modules, and whether each was in training mode as `State.run` began."""
+        self._can_move: bool | None = None
+        """What the agent was last told; None: nothing yet."""
+        self.hooks: list[Callable[[int, int], object]] = []
+        """Called with the rank and the world size after each change."""
+        self.is_run = False
+        """The script trains within `State.run`."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the agent has said that the group is over."""
+        return self._end is not None and self._end.is_over
+
+    def begin(self) -> None:
+        """Begin `State.run`: enter the group, if this process has set up in a world of its own."""
+        self.is_run = True
+        set_up.end()
+        self.enter_first_group()
+        if set_up.read_at and is_main():
+            warn(
+                f"state.run(): the set-up reads the rank or the world size at {set_up.read_at}, and does not run again "
+                "as the group changes: let what depends on them be in a function registered with state.on_regroup"
+            )
+        if self._page is not None:
+            self._end = listen_for_group_end(self._page)
+        modules = self._contents.by_type(nn.Module).values()
+        self._training = {each: each.training for module in modules for each in module.modules()}
+
+    def enter_first_group(self) -> None:
+        """Enter the group, if this process has set up in a world of its own."""
+        if not membership.is_alone:
+            return
+        if os.environ.get(contract.SETUP) == "wait" and self._channel is not None:
+            move = self._channel.ask_place()
+            assert move is not None  # noqa: S101 - it waits for ever
+            self.enter(move)
+        else:
+            enter_group({}, self._contents.of_type(Optimizer), on_left=lambda: None)
+
+    def enter(self, move: Move) -> None:
+        """Leave the present group, and enter the one that the agent has named.
+
+        Raises:
+            torch.distributed.DistError, RuntimeError: as `enter_group`.
+        """
+        milestones.begin_again()
+        if move.descriptor is not None:  # the number of the descriptor stays
+            replace_snapshot_memory(move.descriptor)
+        enter_group(move.variables, self._contents.of_type(Optimizer), self._on_left)
+
+    def _on_left(self) -> None:
+        if self._end is not None:
+            self._end.begin_group()
+        if self._channel is not None:
+            self._channel.begin_group()
+
+    def call_hooks(self) -> None:
+        """Call the script's functions for what depends on the rank or the world size."""
+        for hook in self.hooks:
+            hook(rank(), world_size())
+
+    def report(self, sources: Sources) -> None:
+        """Report whether this process can enter another group; print a line if it cannot although `run` is used."""
+        if not self.is_run or self._channel is None:
+            return
+        why_not = "its model is sharded" if self._contents.shards is not None else ""
+        why_not = why_not or find_obstacle(self._contents.of_type(Optimizer))
+        can_move = not why_not and sources.can_move
+        if can_move != self._can_move:
+            self._can_move = can_move
+            self._channel.report_can_move(can_move=can_move)
+            if not can_move and is_main():
+                warn(
+                    "state.run(): changes of the group restart this script as without it: "
+                    + (why_not or "state.steps() was given neither a tr.DataLoader nor range(n)")
+                )
+
+    def has_lost_peers(self) -> bool:
+        """Return whether an error may come from the end of the group, and this process can enter the next one."""
+        return bool(self._can_move) and (self.is_over or connections.are_broken())
+
+    def await_place(self, held: RuntimeError | None) -> Move:
+        """Wait until the agent sends this process, whose group is broken, into the next one.
+
+        Args:
+            held: what the broken group has raised; None: nothing.
+
+        Raises:
+            RuntimeError: `held`: the agent knows of no reason why the group should be over.
+        """
+        assert self._channel is not None  # noqa: S101 - only ranks of an agent can move
+        move = self._channel.ask_place(float(os.environ.get(contract.VERDICT_WITHIN_S, "1")))
+        if move is None:
+            raise held or RuntimeError("the group is over, and this rank was not sent into another one")
+        if held is not None:
+            warn(f"this rank goes on in another group, after: {held}".partition("\n")[0])
+            traceback.clear_frames(held.__traceback__)  # they hold activations, and iterators
+            held.__traceback__ = None
+        return move
+
+    def reset_modules(self) -> None:
+        """Undo what a step that does not count has left, beside what State restores."""
+        for module, is_training in self._training.items():
+            module.training = is_training
+        for scaler in self._contents.by_type(torch.amp.GradScaler).values():
+            scaler._per_optimizer_states.clear()  # noqa: SLF001 - the stage of the step
+
+
+@contextmanager
+def exit_if_not_entered() -> Iterator[None]:
+    """Turn an error into the end of this process: no `except Exception` of the script may go on after it."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        warn("this rank could not enter the next group, and ends")
+        raise SystemExit(1) from error
 
 
 def find_obstacle(optimizers: Iterable[object]) -> str:

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from trainer_runtime import contract
 from trainer_runtime.agent_channel import Move, milestones, open_channel
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.connections import connections
 from trainer_runtime.contents import Contents
-from trainer_runtime.dist import is_main, membership, open_control_page, rank, world_size
+from trainer_runtime.dist import is_main, membership, open_control_page
 from trainer_runtime.exchange import script_line
 from trainer_runtime.finite import FiniteGuard
-from trainer_runtime.group_end import GroupEnd, GroupOverError, listen_for_group_end
+from trainer_runtime.group_end import GroupOverError
 from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.object_store import open_place
@@ -37,19 +35,17 @@ from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.phases import expect_steps, runtime_phase, settle_before_phases
 from trainer_runtime.position import Position
 from trainer_runtime.process_exit import restart_at_exit
-from trainer_runtime.regroup import enter_group, find_obstacle
+from trainer_runtime.regroup import Regrouping, exit_if_not_entered
 from trainer_runtime.restoring import Restorer, exit_without_restart, require_only_state
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_growing_batch, require_lr_scaling
 from trainer_runtime.set_up import set_up
-from trainer_runtime.snapshot_memory import replace_snapshot_memory
 from trainer_runtime.sources import Sources
 from trainer_runtime.stacks import register_stack_dump
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-    from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.snapshots import SnapshotTaker
 
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
@@ -148,13 +144,7 @@ class State:
         self._should_stop = False
         self._turn = 0
         """Number of this State among those that this process has restored, from 1; 0: it is not restored."""
-        self._regroup_hooks: list[Callable[[int, int], object]] = []
-        self._group_end: GroupEnd | None = None
-        """None: the script does not train within `run`."""
-        self._is_run = False
-        """The script trains within `run`."""
-        self._can_move: bool | None = None
-        """What the agent was last told; None: nothing yet."""
+        self._regroup = Regrouping(self._contents, self._page, self._channel)
         self._has_warned_of_no_item = False
         self._saved_step = -1
         """The step of the newest save that all ranks have begun, successful or not."""
@@ -237,7 +227,7 @@ class State:
             return
         if membership.is_alone:  # an earlier version of the script has called `run`
             warn("earlier processes of this job have trained within state.run(), and this script does not call it")
-            self._enter_first_group()
+            self._regroup.enter_first_group()
         set_up.end()
         is_first = self._turn == 0
         if is_first:
@@ -284,7 +274,7 @@ class State:
         Args:
             hook: function of the rank and the world size.
         """
-        self._regroup_hooks.append(hook)
+        self._regroup.hooks.append(hook)
         return hook
 
     def run(self, train: Callable[[], Result]) -> Result:
@@ -312,119 +302,46 @@ class State:
         Raises:
             RuntimeError: the State was restored already, or `run` was called before.
         """
-        if self._saver is not None or self._is_run:
+        if self._saver is not None or self._regroup.is_run:
             raise RuntimeError(
                 "wanted state.run() once, before state.restore() and state.epochs(); call these within it"
             )
-        self._is_run = True
-        set_up.end()
-        self._enter_first_group()
-        if set_up.read_at and is_main():
-            warn(
-                f"state.run(): the set-up reads the rank or the world size at {set_up.read_at}, and does not run again "
-                "as the group changes: let what depends on them be in a function registered with state.on_regroup"
-            )
-        if self._page is not None:
-            self._group_end = listen_for_group_end(self._page)
-        training = {
-            each: each.training for name in self._contents.by_type(nn.Module).values() for each in name.modules()
-        }
+        self._regroup.begin()
         while True:
-            self._call_regroup_hooks()
+            self._regroup.call_hooks()
             held: RuntimeError | None = None
             try:
                 return train()
             except GroupOverError:
                 pass
             except RuntimeError as error:
-                if not self._has_lost_peers():
+                if not self._regroup.has_lost_peers():
                     raise
                 held = error
-            self._begin_again(self._await_place(held), training)
+            self._begin_again(held)
 
-    def _has_lost_peers(self) -> bool:
-        """Return whether an error may come from the end of the group, and this process can enter the next one."""
-        is_over = self._group_end is not None and self._group_end.is_over
-        return bool(self._can_move) and (is_over or connections.are_broken())
+    def _begin_again(self, held: RuntimeError | None) -> None:
+        """Leave the broken group and enter the next one; `restore` restores there what was saved.
 
-    def _await_place(self, held: RuntimeError | None) -> Move:
-        """Leave the broken group, and wait for the next one.
+        Args:
+            held: what `train` raised; None: the agent has said that the group is over.
 
         Raises:
             RuntimeError: `held`: the agent knows of no reason why the group should be over.
+            SystemExit: the next group could not be entered.
         """
-        assert self._channel is not None  # noqa: S101 - only ranks of an agent can move
         connections.shut_down()  # so that the other ranks raise too
         if self._saver is not None:
             self._saver.close()
-        move = self._channel.ask_place(float(os.environ.get(contract.VERDICT_WITHIN_S, "1")))
-        if move is None:
-            raise held or RuntimeError("the group is over, and this rank was not sent into another one")
-        if held is not None:
-            warn(f"this rank goes on in another group, after: {held}".partition("\n")[0])
-            traceback.clear_frames(held.__traceback__)  # they hold activations, and iterators
-            held.__traceback__ = None
-        return move
-
-    def _begin_again(self, move: Move, training: Mapping[nn.Module, bool]) -> None:
-        """Enter the next group; `epochs` restores there what was saved.
-
-        Args:
-            move: the place in the next group.
-            training: the modules, and whether each was in training mode as `run` began.
-
-        Raises:
-            SystemExit: that failed.
-        """
-        assert self._channel is not None  # noqa: S101 - only ranks of an agent can move
-        milestones.begin_again()
+        move = self._regroup.await_place(held)
         self._saver = self._snapshots = self._handoff = None
         self._pos.begin_again()
         self._sources = Sources(self._contents, self._pos)
         self._begun_epoch = self._streamed_epoch = None
         self._handled_handoff, self._saved_step = 0, -1
-        for module, is_training in training.items():
-            module.training = is_training
-        for scaler in self._contents.by_type(torch.amp.GradScaler).values():
-            scaler._per_optimizer_states.clear()  # noqa: SLF001 - the stage of a step that does not count
-        try:
-            self._enter_as_sent(move, self._channel)
-        except Exception as error:
-            raise self._cannot_enter() from error
-
-    @staticmethod
-    def _cannot_enter() -> SystemExit:
-        """Print the error under way, and return the end of this process: no `except Exception` may go on after it."""
-        traceback.print_exc()
-        warn("this rank could not enter the next group, and ends")
-        return SystemExit(1)
-
-    def _enter_first_group(self) -> None:
-        """Enter the group, if this process has set up in a world of its own."""
-        if not membership.is_alone:
-            return
-        if os.environ.get(contract.SETUP) == "wait" and self._channel is not None:
-            move = self._channel.ask_place()
-            assert move is not None  # noqa: S101 - it waits for ever
-            milestones.begin_again()
-            self._enter_as_sent(move, self._channel)
-        else:
-            enter_group({}, self._contents.of_type(Optimizer), on_left=lambda: None)
-
-    def _enter_as_sent(self, move: Move, channel: AgentChannel) -> None:
-        if move.descriptor is not None:  # the number of the descriptor stays
-            replace_snapshot_memory(move.descriptor)
-
-        def on_left() -> None:
-            if self._group_end is not None:
-                self._group_end.begin_group()
-            channel.begin_group()
-
-        enter_group(move.variables, self._contents.of_type(Optimizer), on_left)
-
-    def _call_regroup_hooks(self) -> None:
-        for hook in self._regroup_hooks:
-            hook(rank(), world_size())
+        self._regroup.reset_modules()
+        with exit_if_not_entered():
+            self._regroup.enter(move)
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs, from the interrupted one to `total - 1`.
@@ -533,7 +450,7 @@ class State:
 
     def _require_group(self) -> None:
         """Raise GroupOverError if the agent has said that the group is over; the script may have caught the error."""
-        if self._group_end is not None and self._group_end.is_over:
+        if self._regroup.is_over:
             raise GroupOverError
 
     def settle(self) -> None:
@@ -584,7 +501,7 @@ class State:
             # Not left to the first save, which may be an hour away and involves only rank 0.
             saver.capturer.check()
             self._sources.note_commit()
-            self._report_whether_movable()
+            self._regroup.report(self._sources)
         with exit_without_restart(self._channel):
             self._sources.check()
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel
@@ -609,22 +526,6 @@ class State:
             )
         self._has_warned_of_no_item = True
 
-    def _report_whether_movable(self) -> None:
-        """Report whether this process can enter another group; print a line if it cannot although `run` is used."""
-        if not self._is_run or self._channel is None:
-            return
-        why_not = "its model is sharded" if self._contents.shards is not None else ""
-        why_not = why_not or find_obstacle(self._contents.of_type(Optimizer))
-        can_move = not why_not and self._sources.can_move
-        if can_move != self._can_move:
-            self._can_move = can_move
-            self._channel.report_can_move(can_move=can_move)
-            if not can_move and is_main():
-                warn(
-                    "state.run(): planned changes restart this script as without it: "
-                    + (why_not or "state.steps() was given neither a tr.DataLoader nor range(n)")
-                )
-
     def _handle_handoff(self, number: int) -> bool:
         """Save and leave, or move, if this is the step at which all ranks stop; return whether this rank has moved."""
         if self._saver is None or self._handoff is None:
@@ -633,7 +534,7 @@ class State:
             return False
         self._handled_handoff = number
         self._saved_step = self._pos.step
-        self._report_whether_movable()
+        self._regroup.report(self._sources)
         step = self._pos.step
         answer = self._handoff.save_and_wait(step, self._take_handoff_snapshot, self._saver.save_for_handoff)
         if isinstance(answer, Move):
@@ -650,26 +551,22 @@ class State:
         """Enter the next group, and restore there what all ranks have saved.
 
         Raises:
-            SystemExit: that failed; a script's `except Exception` must not go on with the next step.
+            SystemExit: that failed.
         """
         assert self._saver is not None  # noqa: S101 - a rank that saves for a handoff has one
-        assert self._channel is not None  # noqa: S101 - nor without an agent
         began_at = (self._pos.epoch, self._pos.step)
-        try:
+        with exit_if_not_entered():
             with runtime_phase("restore"):
                 self._saver.close()
                 self._saver = self._snapshots = self._handoff = None
-                milestones.begin_again()
-                self._enter_as_sent(move, self._channel)
+                self._regroup.enter(move)
                 self._restore()
                 self._require_same_step(*began_at)
                 self._pos.due = 0  # what is done once in a group is due at the next commit
                 self._handled_handoff, self._saved_step = 0, -1
                 self._sources.on_move()
             self._expect_steps()
-            self._call_regroup_hooks()
-        except Exception as error:
-            raise self._cannot_enter() from error
+            self._regroup.call_hooks()
 
     def _prepare_handoff(self) -> None:
         """Before any rank replaces a snapshot, all parts of the newest one have arrived."""

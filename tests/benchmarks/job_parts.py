@@ -28,6 +28,11 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def set_up() -> None:
+    """Take as long as a script whose set-up takes that long."""
+    time.sleep(float(os.environ.get("BENCH_SETUP_S", "0")))
+
+
 def build_net() -> nn.Module:
     """Equal on all ranks."""
     torch.manual_seed(0)
@@ -47,6 +52,10 @@ class Trace:
 
     def __init__(self, path: Path, rank: int, world: int) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.begin_group(rank, world)
+
+    def begin_group(self, rank: int, world: int) -> None:
+        """Note that this process has entered another group."""
         self._who = {"pid": os.getpid(), "rank": rank, "world": world}
 
     def finish(self, step: int) -> None:

@@ -70,9 +70,10 @@ class Job:
         directory: for its outputs and checkpoints; made here.
         etcd: endpoint.
         np: as the first nodes are started with.
+        setup_s: how long its script sets up.
     """
 
-    def __init__(self, launcher: Launcher, directory: Path, etcd: str, np: str) -> None:
+    def __init__(self, launcher: Launcher, directory: Path, etcd: str, np: str, setup_s: float = 0.0) -> None:
         self.launcher = launcher
         self.np = np
         self.nodes: dict[str, Node] = {}
@@ -84,7 +85,7 @@ class Job:
             checkpoint=directory / "plain.pt",
         )
         self.trace = TraceReader(self.place.trace)
-        self._marked = Marked(directory, {**_LOOPBACK, **_THREADS, **launcher.environ})
+        self._marked = Marked(directory, {**_LOOPBACK, **_THREADS, "BENCH_SETUP_S": f"{setup_s}", **launcher.environ})
 
     def __enter__(self) -> Self:
         """Nothing is started yet."""

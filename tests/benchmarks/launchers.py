@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-PLAIN, _STATE, _LOSING = (str(_HERE / name) for name in ("plain_job.py", "state_job.py", "losing_job.py"))
+PLAIN, _STATE, _RUN, _LOSING = (
+    str(_HERE / name) for name in ("plain_job.py", "state_job.py", "run_job.py", "losing_job.py")
+)
 _MANY = "1000000"
 """Restarts: a budget is not what is measured."""
 _BEST_CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
@@ -46,6 +48,8 @@ class Launcher:
     """Trains with any number of nodes within np; else with the least, and the others are spares."""
     program: str = ""
     """Without it on PATH the launcher is left out; empty: it is always there."""
+    keeps_processes: bool = False
+    """Ranks that stay have the same process in the new world."""
     is_quick: bool = True
     """False: takes a minute or more for each of some faults, so it is given fewer runs."""
 
@@ -85,6 +89,7 @@ LAUNCHERS = {
     each.name: each
     for each in (
         OURS,
+        Launcher("ours-run", "elastic-agent, State.run", _ours(_RUN), is_ours=True, keeps_processes=True),
         Launcher("ours-plain", "elastic-agent, plain script", _ours(PLAIN), is_ours=True),
         Launcher(
             "torchrun-best",

@@ -76,6 +76,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, help="of each scenario and launcher [default: 20; 1 with --quick]")
     parser.add_argument("--slow_runs", type=int, default=5, help="at most, of torchrun's defaults and ft_launcher")
     parser.add_argument("--calm_s", type=float, default=3.0, help="how long a job trains before its fault")
+    parser.add_argument("--setup_s", type=float, default=0.0, help="how long its script sets up [default: 0]")
     parser.add_argument("--patience_s", type=float, help="no recovery by then is none [default: 100; 30 with --quick]")
     parts = parser.add_subparsers(metavar="", title="instead of recovery")
     part = parts.add_parser("micro", help="commit(), saving, snapshots, and the agent's own cost")
@@ -197,6 +198,7 @@ def _plan(asked: argparse.Namespace) -> Plan:
         slow_runs=asked.slow_runs,
         calm_s=asked.calm_s,
         patience_s=asked.patience_s or (_QUICK_PATIENCE_S if asked.quick else 100.0),
+        setup_s=asked.setup_s,
     )
 
 
@@ -205,6 +207,7 @@ def _tell(sample: Sample) -> None:
         result = sample.note if sample.has_started else f"NOT STARTED: {sample.note}"
     else:
         result = f"{sample.seconds:.2f} s, pause {sample.pause_s:.2f} s, {sample.steps_lost} steps lost"
+        result += "" if sample.back_pause_s is None else f"; back with a pause of {sample.back_pause_s:.2f} s"
     console.print(f"{sample.run + 1:3} {sample.scenario:10} {sample.launcher:13} {result}", soft_wrap=True)
 
 

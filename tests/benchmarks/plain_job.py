@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job_parts import BATCH, Trace, build_net, parse_options, take_step
+from job_parts import BATCH, Trace, build_net, parse_options, set_up, take_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +27,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(build_net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    set_up()
     step = 0
     if options.checkpoint.exists():
         saved = torch.load(options.checkpoint)

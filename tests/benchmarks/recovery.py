@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import Job, NotStartedError
+from benchmarks.jobs import Job, NotStartedError, Step
 from benchmarks.launchers import OURS, Launcher
 from benchmarks.scenarios import Scenario, setting_of
 from waiting import comes_true
@@ -46,6 +46,8 @@ class Sample:
     """Between the old world's last finished step and that one."""
     steps_lost: int | None = None
     """Finished before, and to be done again."""
+    back_pause_s: float | None = None
+    """The same once more, as the world has its size again. None: it had it at once."""
     note: str = ""
     """What went wrong."""
     has_started: bool = True
@@ -70,6 +72,8 @@ class Plan:
     """How long a job trains before anything is done to it."""
     patience_s: float
     """No recovery within this time is none."""
+    setup_s: float = 0.0
+    """How long the script sets up."""
 
     def turns(self) -> Iterator[tuple[int, Scenario, Launcher]]:
         """In their order."""
@@ -102,7 +106,7 @@ class Recovery:
     def _measure(self, scenario: Scenario, launcher: Launcher, directory: Path) -> dict[str, Any]:
         """What is to be told of one job."""
         setting = setting_of(scenario, launcher)
-        with Job(launcher, directory, self._etcd, setting.np) as job:
+        with Job(launcher, directory, self._etcd, setting.np, self._plan.setup_s) as job:
             job.start(*("a", "b")[: scenario.before])
             job.train(scenario.before, 0.0)
             job.start(*setting.spares)
@@ -114,17 +118,33 @@ class Recovery:
             group, standbys = self._group(job), self._standbys(job)
             at = scenario.do(job)
             give_up_at = time.monotonic() + self._plan.patience_s - (time.time() - at)
-            first = job.wait_for_step(lambda step: step.pid not in old and step.world == setting.after, give_up_at)
+
+            def is_first(step: Step) -> bool:
+                if launcher.keeps_processes:  # after a failure the others go on at once, in a smaller world
+                    return step.t > at and step.world != scenario.before
+                return step.pid not in old and step.world == setting.after
+
+            first = job.wait_for_step(is_first, give_up_at)
             if first is None:
                 return {"note": self._why_not(job, setting.after), "standbys": standbys}
-            before = [step for step in job.trace.steps if step.pid in old]
+            before = [step for step in job.trace.steps if not is_first(step) and step.t < first.t]
+            back_pause_s = self._back_pause_s(job, setting.after, first, give_up_at)
             return {
                 "seconds": first.t - at,
                 "pause_s": first.t - max(step.t for step in before if step.t < first.t),
                 "steps_lost": max(0, max(step.step for step in before) - first.step + 1),
+                "back_pause_s": back_pause_s,
                 "incidents": self._incidents(job, group),
                 "standbys": standbys,
             }
+
+    def _back_pause_s(self, job: Job, world: int, first: Step, give_up_at: float) -> float | None:
+        if first.world == world:
+            return None
+        back = job.wait_for_step(lambda step: step.world == world and step.t > first.t, give_up_at)
+        if back is None:
+            return None
+        return back.t - max(step.t for step in job.trace.steps if step.t < back.t)
 
     def _why_not(self, job: Job, world: int) -> str:
         if job.has_ended():

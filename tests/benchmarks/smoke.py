@@ -17,7 +17,14 @@ _OUT = "--out=.cache/bench/smoke"
 """What other runs have written stays as it is."""
 
 SIZES: dict[str, tuple[str, ...]] = {
-    "recovery": (_OUT, "--scenarios=worker", "--launchers=ours", "--runs=1", "--calm_s=0.5", "--patience_s=60"),
+    "recovery": (
+        _OUT,
+        "--scenarios=worker",
+        "--launchers=ours,ours-run",
+        "--runs=1",
+        "--calm_s=0.5",
+        "--patience_s=60",
+    ),
     "micro": (_OUT, "--sizes_mb=1", "--snapshots_mb=1", "--snapshots=3", "--idle_s=1", "--runs=1"),
     "lost": (_OUT, "--cases=1:0.02,1:0.02:sharded,20:0.02:sharded:node", "--calm_s=0.5", "--runs=1"),
     "meet": (_OUT, "--agents=4", "--torch_agents=4", "--runs=1"),
@@ -27,7 +34,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     ),
     "guard": (_OUT, "--repetitions=1"),
 }
-_MAY_BE_EMPTY = frozenset({"machine", "incidents", "standbys", "note"})
+_MAY_BE_EMPTY = frozenset({"machine", "incidents", "standbys", "note", "back_pause_s"})
 """Neither samples nor figures."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from job_parts import BATCH, Trace, build_net, parse_options, take_step
+from job_parts import BATCH, Trace, build_net, parse_options, set_up, take_step
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_runtime as tr
@@ -16,6 +16,7 @@ def main() -> None:
     model = DistributedDataParallel(build_net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = tr.State(model=model, optimizer=optimizer)
+    set_up()
     state.restore()
     trace = Trace(options.trace, tr.rank(), tr.world_size())
     data = torch.ones(BATCH, 64)
