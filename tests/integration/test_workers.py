@@ -130,10 +130,11 @@ def test_a_worker_gets_its_environment_directory_and_nothing_else(bench: Bench) 
         contract.CONTROL_FD,
         contract.CHANNEL_FD,
         contract.STACKS_FD,
+        contract.OVER_FD,
         process.GUARDIAN_MARK,
     }
-    known = "0, 1, 2, the control page, the channel, the stacks, and ls's own"
-    assert len([line for line in lines if line.isdigit()]) == 7, known
+    known = "0, 1, 2, the control page, the channel, the stacks, the event of a group's end, and ls's own"
+    assert len([line for line in lines if line.isdigit()]) == 8, known
 
 
 def test_the_kernel_would_kill_the_rank_before_the_agent(bench: Bench) -> None:
