@@ -18,6 +18,7 @@ from agent.observe.report.palette import LIGHT
 
 _COLOURS = {
     "ours": LIGHT["training"],
+    "ours-run": LIGHT["first-step"],
     "ours-plain": LIGHT["join"],
     "torchrun-best": LIGHT["recovering"],
     "torchrun": LIGHT["stopped"],
