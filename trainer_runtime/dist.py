@@ -162,6 +162,7 @@ def is_main() -> bool:
     Raises:
         RuntimeError: there is no process group yet.
     """
+    set_up.note_reader()
     return rank() == 0 and not membership.is_alone
 
 

@@ -73,8 +73,9 @@ class Regrouping:
         self.enter_first_group()
         if set_up.read_at and is_main():
             warn(
-                f"state.run(): the set-up reads the rank or the world size at {set_up.read_at}, and does not run again "
-                "as the group changes: let what depends on them be in a function registered with state.on_regroup"
+                f"state.run(): the set-up asks for its rank or the world size at {set_up.read_at}: it does not run "
+                "again as the group changes, and in a process that joins is_main() is false on every rank. Let what "
+                "depends on them be in a function registered with state.on_regroup"
             )
         if self._page is not None:
             self._end = listen_for_group_end(self._page)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
@@ -45,11 +46,11 @@ class _SetUp:
         while self._originals:
             setattr(dist, *self._originals.popitem())
 
-    def note_reader(self, depth: int = 2) -> None:
-        """Note the caller's caller, or one further out, if it is the script's own code."""
+    def note_reader(self) -> None:
+        """Note the caller of the function that calls this, if it is the script's own code."""
         if not self._originals or self.read_at:
             return
-        frame = sys._getframe(depth)  # noqa: SLF001 - as `inspect` does
+        frame = sys._getframe(2)  # noqa: SLF001 - as `inspect` does
         path = frame.f_code.co_filename
         if not (path.startswith((_OWN, "<", f"{sys.base_prefix}/lib")) or "site-packages" in path):
             self.read_at = f"{Path(path).name}:{frame.f_lineno}"
@@ -57,7 +58,8 @@ class _SetUp:
     def _noting(self, original: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(original)
         def noting(*given: Any, **named: Any) -> int:  # noqa: ANN401 - torch's
-            self.note_reader()
+            if not torch.compiler.is_compiling():  # a frame cannot be traced
+                self.note_reader()
             return original(*given, **named)
 
         return noting

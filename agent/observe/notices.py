@@ -11,6 +11,7 @@ from typing import Protocol
 
 from agent.core.causes import first_failure, with_early_end
 from agent.core.model import ClusterView, Failure, Identity, Node
+from agent.core.reasons import SetUpFailed
 from agent.core.state import AgentFacts, AgentState
 from agent.observe.messages import describe, how_it_ended
 
@@ -96,6 +97,25 @@ class EtcdOutageNotice:
 def _is_over(state: AgentState) -> bool:
     has_ended = state.view is not None and state.view.result is not None
     return has_ended or state.leaving is not None or state.drain_until is not None
+
+
+class SetUpNotice:
+    """Warn once that the script's set-up has failed in a process that was to join.
+
+    Args:
+        warn: called with the warning.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._last: SetUpFailed | None = None
+
+    def update(self, state: AgentState) -> None:
+        """Warn if a set-up has failed."""
+        failure, last = state.workers.set_up_failure, self._last
+        self._last = failure
+        if failure is not None and failure is not last:
+            self._warn(f"{describe(failure)}: this node does not join; it tries again once the group has changed")
 
 
 class NodeDifferences:

@@ -29,7 +29,7 @@ from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 from agent.observe.log import log
 from agent.observe.messages import describe
-from agent.observe.notices import NodeDifferences, WaitNotices
+from agent.observe.notices import NodeDifferences, SetUpNotice, WaitNotices
 from agent.ports import PortHold
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
@@ -280,10 +280,12 @@ def observer(config: AgentConfig) -> Callable[[AgentState, float], None]:
     """Return a function to call after each turn of the loop: it logs what the agent waits for, and how nodes differ."""
     waiting = WaitNotices(config.ensemble.node_ids if config.ensemble else (), log.info)
     differences = NodeDifferences(log.warning)
+    set_up = SetUpNotice(log.warning)
 
     def look(state: AgentState, now: float) -> None:
         waiting.update(state, now)
         differences.update(state)
+        set_up.update(state)
 
     return look
 

@@ -60,12 +60,19 @@ def misbehave(directory: Path, step: int) -> None:
         time.sleep(1000)
 
 
+def set_up(directory: Path, setup_s: float) -> None:
+    """Take as long as a real script takes to read its model and index its data, or fail."""
+    if (directory / "bad").exists():
+        raise FileNotFoundError(directory / "data")
+    time.sleep(setup_s)
+
+
 def main() -> None:
     """Train."""
     directory, epochs, step_time_s, setup_s = Path(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:5])
     tr.init()
     (directory / f"setup.{os.getpid()}").write_text(f"{tr.is_main()} {dist.get_world_size()}")
-    time.sleep(setup_s)  # what a real script takes to read its model and index its data
+    set_up(directory, setup_s)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
     model = DistributedDataParallel(net, bucket_cap_mb=0.001)  # several buckets

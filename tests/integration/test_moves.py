@@ -200,3 +200,20 @@ def test_a_script_that_catches_every_error_is_stopped_between_its_steps(
     assert pid_of(running, nodes[0]) == stays
     running.finish()
     assert_result(running, undisturbed(running.epochs))
+
+
+def test_a_newcomer_whose_set_up_fails_disturbs_nobody(job: Make) -> None:
+    running = job()
+    running.epochs = 80
+    running.start("a", "1:2", command(running))
+    group = running.wait_for_step(8, world=1)
+    (running.directory / "bad").touch()
+    newcomer = running.start("b", "1:2", command(running))
+    line = "the set-up of the script ended with FileNotFoundError"
+    wait_for(lambda: line in newcomer.text(), PATIENCE_S, "the line")
+    here = read_trace(running.trace)[-1].step
+    running.wait_for_step(here + 10, world=1)
+    assert running.status()["group"] == group
+    (unfit,) = [node for node in running.status()["nodes"] if node["node_id"] == "b"]
+    assert "set-up of the script" in str(unfit)
+    running.finish()

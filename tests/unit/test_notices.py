@@ -12,9 +12,9 @@ from reasons import FINISHED, LOST
 from agent.core.local_workers import LocalWorkers
 from agent.core.model import CachedRecords, ClusterView, Group, Leader, Member, Node, NodeInfo, Result, Spec, Stored
 from agent.core.proposals import Plan
-from agent.core.reasons import AskedToEnd, NodesMissing
+from agent.core.reasons import AskedToEnd, NodesMissing, SetUpFailed
 from agent.core.state import AgentState, Leaving
-from agent.observe.notices import EtcdOutageNotice, NodeDifferences, WaitNotices
+from agent.observe.notices import EtcdOutageNotice, NodeDifferences, SetUpNotice, WaitNotices
 
 REASON = "waiting for 1 of 3 nodes; here: a, b"
 WAITS = NodesMissing(missing=1, needed=3, here=("a", "b"))
@@ -146,3 +146,17 @@ def test_another_version_and_another_script_are_named_once() -> None:
 def test_a_missing_package_is_named_and_an_incomplete_view_causes_no_warning() -> None:
     assert "torch none there, 2.13.0 on a" in difference_warnings(node_with("b", ("python", "3.11.2")))[0]
     assert difference_warnings(node_with("b", ("python", "3.12.0")), is_whole=False) == []
+
+
+def test_a_set_up_that_fails_is_reported_once() -> None:
+    printed: list[str] = []
+    notice = SetUpNotice(printed.append)
+    failed = LocalWorkers(set_up_failure=SetUpFailed(exit_code=3, signal=None, error=""))
+    again = replace(failed, set_up_failure=SetUpFailed(exit_code=None, signal=9, error=""))
+    for workers in (LocalWorkers(), failed, failed, LocalWorkers(), again):
+        notice.update(replace(waiting_state(), workers=workers))
+    does_not_join = "this node does not join; it tries again once the group has changed"
+    assert printed == [
+        f"the set-up of the script ended with code 3: {does_not_join}",
+        f"the set-up of the script ended with signal 9: {does_not_join}",
+    ]
