@@ -21,7 +21,7 @@ BENCHMARKS = ROOT / "tests" / "benchmarks"
 WITHIN_S = 300.0
 
 RUNS = {
-    "recovery": ((), {"recovery": 1}),
+    "recovery": ((), {"recovery": 2}),
     "micro": (("micro",), {"micro": 18}),
     "lost": (("lost",), {"lost": 3}),
     "meet": (("meet",), {"meet": 2}),

