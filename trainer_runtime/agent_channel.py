@@ -231,9 +231,11 @@ class AgentChannel:
         Raises:
             AgentGoneError: the agent has exited.
         """
-        with self._lock:
+        give_up_at = math.inf if within_s is None else time.monotonic() + within_s
+        if not self._lock.acquire(timeout=-1 if within_s is None else within_s):  # a checkpoint waits for its verdict
+            return None
+        try:
             self._send({"ask": "place"})
-            give_up_at = math.inf if within_s is None else time.monotonic() + within_s
             poll = select.poll()
             poll.register(self._sock, select.POLLIN)
             while True:
@@ -242,6 +244,8 @@ class AgentChannel:
                     return None
                 if (packet := self._receive()).startswith(_MOVE):
                     return self._read_move(packet)
+        finally:
+            self._lock.release()
 
     def late_answer(self) -> Leave | Move | None:
         """Return an answer that came after `ask_leave` had stopped waiting; does not wait.
@@ -285,6 +289,7 @@ class AgentChannel:
         self.release_restored_snapshot()
         with self._lock:
             self._restore_point, self._milestones, self._has_reported = None, None, False
+            self._unanswered = 0
             self._is_sent_on = False
             self.reported_snapshot = 0
             self._send({"moved": True})

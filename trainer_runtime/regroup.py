@@ -13,6 +13,7 @@ import sys
 import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,10 @@ class Regrouping:
         self._end: GroupEnd | None = None
         self._training: dict[nn.Module, bool] = {}
         """The modules, and whether each was in training mode as `State.run` began."""
+        self._trained: dict[nn.Parameter, bool] = {}
+        """The parameters, and whether each was to be trained then."""
+        self._wrapped: WeakSet[nn.Module] = WeakSet()
+        """The modules that were wrapped in DistributedDataParallel then."""
         self._can_move: bool | None = None
         """What the agent was last told; None: nothing yet."""
         self.hooks: list[Callable[[int, int], object]] = []
@@ -69,18 +74,13 @@ class Regrouping:
     def begin(self) -> None:
         """Begin `State.run`: enter the group, if this process has set up in a world of its own."""
         self.is_run = True
-        set_up.end()
         self.enter_first_group()
-        if set_up.read_at and is_main():
-            warn(
-                f"state.run(): the set-up asks for its rank or the world size at {set_up.read_at}: it does not run "
-                "again as the group changes, and in a process that joins is_main() is false on every rank. Let what "
-                "depends on them be in a function registered with state.on_regroup"
-            )
         if self._page is not None:
             self._end = listen_for_group_end(self._page)
         modules = self._contents.by_type(nn.Module).values()
         self._training = {each: each.training for module in modules for each in module.modules()}
+        self._trained = {each: each.requires_grad for module in modules for each in module.parameters()}
+        self._wrapped = WeakSet(wrapped_modules())
 
     def enter_first_group(self) -> None:
         """Enter the group, if this process has set up in a world of its own."""
@@ -112,8 +112,9 @@ class Regrouping:
 
     def call_hooks(self) -> None:
         """Call the script's functions for what depends on the rank or the world size."""
-        for hook in self.hooks:
-            hook(rank(), world_size())
+        with set_up.paused():
+            for hook in self.hooks:
+                hook(rank(), world_size())
 
     def report(self, sources: Sources) -> None:
         """Report whether this process can enter another group; print a line if it cannot although `run` is used."""
@@ -121,7 +122,15 @@ class Regrouping:
             return
         why_not = "its model is sharded" if self._contents.shards is not None else ""
         why_not = why_not or find_obstacle(self._contents.of_type(Optimizer))
+        if not why_not and any(each not in self._wrapped for each in wrapped_modules()):
+            why_not = "a module was wrapped in DistributedDataParallel within state.run(): wrap it before"
         can_move = not why_not and sources.can_move
+        if self._can_move is None and set_up.read_at and is_main():
+            warn(
+                f"state.run(): the script asks for its rank or the world size at {set_up.read_at}, before its steps: "
+                "that does not run again as the group changes, and in a process that joins is_main() is false on every "
+                "rank while it sets up. Let what depends on them be in a function registered with state.on_regroup"
+            )
         if can_move != self._can_move:
             self._can_move = can_move
             self._channel.report_can_move(can_move=can_move)
@@ -131,9 +140,9 @@ class Regrouping:
                     + (why_not or "state.steps() was given neither a tr.DataLoader nor range(n)")
                 )
 
-    def has_lost_peers(self) -> bool:
+    def has_lost_peers(self, sources: Sources) -> bool:
         """Return whether an error may come from the end of the group, and this process can enter the next one."""
-        return bool(self._can_move) and (self.is_over or connections.are_broken())
+        return bool(self._can_move) and sources.can_move and (self.is_over or connections.are_broken())
 
     def await_place(self, held: RuntimeError | None) -> Move:
         """Wait until the agent sends this process, whose group is broken, into the next one.
@@ -158,6 +167,8 @@ class Regrouping:
         """Undo what a step that does not count has left, beside what State restores."""
         for module, is_training in self._training.items():
             module.training = is_training
+        for parameter, is_trained in self._trained.items():
+            parameter.requires_grad_(is_trained)
         for scaler in self._contents.by_type(torch.amp.GradScaler).values():
             scaler._per_optimizer_states.clear()  # noqa: SLF001 - the stage of the step
 

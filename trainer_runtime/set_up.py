@@ -1,13 +1,15 @@
 """What the set-up of a script fixes that depends on its place: with `State.run` it is not run again in another group.
 
-From `init` until `State.run`, or until a State is restored, this notes where the script itself reads its rank or the
-world size, and the samplers that keep them. Calls by installed packages are not noted.
+From `init` until the first step's items are drawn this notes where the script itself reads its rank or the world size,
+outside of functions registered with `State.on_regroup`, and the samplers that keep them. Calls by installed packages
+are not noted.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _READERS = ("get_rank", "get_world_size")
 _OWN = str(Path(__file__).parent)
@@ -45,6 +47,13 @@ class _SetUp:
         """Note no further calls: torch's functions are its own again, as compiled code wants them."""
         while self._originals:
             setattr(dist, *self._originals.popitem())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note no calls within the block."""
+        originals, self._originals = self._originals, {}
+        yield
+        self._originals = originals
 
     def note_reader(self) -> None:
         """Note the caller of the function that calls this, if it is the script's own code."""

@@ -228,7 +228,6 @@ class State:
         if membership.is_alone:  # an earlier version of the script has called `run`
             warn("earlier processes of this job have trained within state.run(), and this script does not call it")
             self._regroup.enter_first_group()
-        set_up.end()
         is_first = self._turn == 0
         if is_first:
             with exit_without_restart(self._channel):
@@ -238,6 +237,7 @@ class State:
         with runtime_phase("restore"):
             self._restore()
             self._sources.begin_body()
+            self._call_regroup_hooks()
         if not (is_first or self._has_restored):
             warn("no state was saved before the failure, so that training begins anew, in another process")
             raise SystemExit(contract.EXIT_RESTART)
@@ -268,8 +268,8 @@ class State:
     def on_regroup(self, hook: RegroupHook) -> RegroupHook:
         """Register a function for what depends on the rank or the world size; can be used as a decorator.
 
-        `run` calls it on every rank each time that this process has entered a group, before training goes on: once as
-        `run` begins, and after each move.
+        It is called on every rank each time that this process has entered a group and restored what was saved, before
+        training goes on: by `restore` or `epochs`, and after each move. What it sets in State is kept.
 
         Args:
             hook: function of the rank and the world size.
@@ -308,14 +308,13 @@ class State:
             )
         self._regroup.begin()
         while True:
-            self._regroup.call_hooks()
             held: RuntimeError | None = None
             try:
                 return train()
             except GroupOverError:
                 pass
             except RuntimeError as error:
-                if not self._regroup.has_lost_peers():
+                if not self._regroup.has_lost_peers(self._sources):
                     raise
                 held = error
             self._begin_again(held)
@@ -395,6 +394,7 @@ class State:
             ValueError: State does not save `source`.
         """
         self._require_restored()
+        set_up.end()
         if self._streamed_epoch == self._pos.epoch:
             raise RuntimeError(f"state.steps() was already used in epoch {self.epoch}; use it once per epoch")
         require_growing_batch(items, self._lr_scaling)
@@ -498,6 +498,7 @@ class State:
     def _do_due_work(self) -> None:
         pos, saver = self._pos, self._require_restored()
         if pos.due == 0:
+            set_up.end()
             # Not left to the first save, which may be an hour away and involves only rank 0.
             saver.capturer.check()
             self._sources.note_commit()
@@ -565,8 +566,14 @@ class State:
                 self._pos.due = 0  # what is done once in a group is due at the next commit
                 self._handled_handoff, self._saved_step = 0, -1
                 self._sources.on_move()
+                self._call_regroup_hooks()
             self._expect_steps()
-            self._regroup.call_hooks()
+
+    def _call_regroup_hooks(self) -> None:
+        """Call the script's hooks: on every rank at the same place, and what they set in State is kept."""
+        self._regroup.call_hooks()
+        if self._pos.items:
+            self._contents.note_committed()
 
     def _prepare_handoff(self) -> None:
         """Before any rank replaces a snapshot, all parts of the newest one have arrived."""

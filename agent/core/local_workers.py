@@ -100,6 +100,11 @@ class LocalWorkers:
         """The workers that ended with another exit code than 0."""
         return tuple(e for e in self.exits if e.exit_code != 0)
 
+    @property
+    def has_set_up(self) -> bool:
+        """Whether they have set up the script, and wait to be let in."""
+        return self.is_alive and self.is_waiting and self.can_move and not (self.exits or self.is_asked_to_end)
+
     def awaits_cause(self, now: float) -> bool:
         """Whether to wait for more failures: so far all are consequences, or script errors that others may have too."""
         if self.cause_until is None or now >= self.cause_until or len(self.exits) == self.count:
@@ -190,8 +195,10 @@ def follow_group(workers: LocalWorkers, place: Place, now: float, patience: Pati
         return replace(workers, is_stuck=is_stuck), ()
     if workers.is_alive:
         return _follow_alive(workers, place, now, patience)
-    if wanted is None and place.joined is not None and place.joined.number > workers.group:
-        return _set_up(workers, place, place.joined, now)
+    if wanted is None and place.joined is not None:
+        # A set-up that failed is tried again in another group; one that was ended by this agent, at once.
+        is_due = place.joined.number > workers.group or (workers.is_waiting and workers.set_up_failure is None)
+        return _set_up(workers, place, place.joined, now) if is_due else (workers, ())
     if wanted is None or wanted.number <= workers.group:
         return workers, ()
     started = replace(

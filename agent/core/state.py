@@ -197,7 +197,7 @@ class AgentState:
             restoring_group=self.restoring_group,
             own_s=self.observed.paced.own_s if self.observed.paced is not None else (),
             is_warming=self.standby.is_warming,
-            is_set_up=self.workers.is_waiting and self.workers.can_move,
+            is_set_up=self.workers.has_set_up,
             standby=self.standby.summary,
             reachable_group=self.reachable_group,
             position=self.me.position,

@@ -93,6 +93,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         self._is_leaving = False
         self._has_warned_of_endpoints = False
         self._port = PortHold()
+        self._port_used_by = 0
+        """Number of the last group whose master was to use our port."""
         self._client = CollectiveClient(
             config, store, inbox, self._heartbeat, node_facts.is_agent_alive, self._final_report.before_leaving
         )
@@ -195,7 +197,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             case fx.MoveWorkers(from_group):
                 launch = plan_launch(effect, self._config, self._environ)
                 self._workers.move(from_group, launch, is_planned=effect.is_planned)
-                self._renew_port(effect.node_rank)
+                self._renew_port(effect)
             case fx.SendRestorePoint(restore_point):
                 self._workers.send_restore_point(restore_point)
             case fx.RequestHandoff(group, number, in_memory):
@@ -249,10 +251,12 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         if ENDPOINTS not in launch.commands[0].env and not self._has_warned_of_endpoints:
             self._has_warned_of_endpoints = True
             log.warning(f"there are too many ranks for {ENDPOINTS}: it is left out", ranks=start.group.world_size)
-        self._renew_port(start.node_rank)
+        self._renew_port(start)
 
-    def _renew_port(self, node_rank: int) -> None:
-        if node_rank == 0:  # the master of this group uses our port: reserve another one for the next group
+    def _renew_port(self, start: fx.StartWorkers | fx.MoveWorkers) -> None:
+        """Reserve another port for the next group, once, if the master of this group uses ours."""
+        if start.node_rank == 0 and start.group.number > self._port_used_by:
+            self._port_used_by = start.group.number
             self._inbox.put(ev.PortReserved(self._port.renew()))
 
 

@@ -151,7 +151,7 @@ class WorkerGroup:
                 raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} are alive")
             # Spawn all guardians first, so that they start in parallel.
             ranks = tuple(self._create_rank(command, launch.group) for command in launch.commands)
-            self._group, self._ranks, self._is_waiting = launch.group, ranks, is_waiting
+            self._group, self._ranks, self._is_waiting, self._move = launch.group, ranks, is_waiting, None
             self._has_asked_restore_point = self._has_started = self._is_ending = False
             self._shown_rank = None
             self._quiesced_handoff = 0
@@ -199,6 +199,7 @@ class WorkerGroup:
         """Send SIGKILL to all processes of this group, if the group is the running one."""
         with self._lock:
             if group == self._group:
+                self._move = None
                 self._hang_monitor.end()
             if group == self._group and not self._is_ending:
                 self._show_cause()

@@ -368,3 +368,16 @@ def test_ranks_that_have_lost_another_go_on_in_the_next_group() -> None:
     restart = msgspec.structs.replace(IN_PLACE, cause="restart")
     _, effects = follow_group(replace(running(), can_move=True, sent_handoff=1), Place(restart, ME, SPEC), 1.0, AT_ONCE)
     assert effects == (fx.KillWorkers(1),), "new processes were asked for"
+
+
+def test_a_set_up_that_this_agent_has_ended_begins_again_once_it_may() -> None:
+    ready = waiting().apply_event(ev.WorkersReady(1), 4.0)
+    assert ready.has_set_up
+    ended, effects = follow_group(ready, Place(None, ME, SPEC), 5.0, replace(AT_ONCE, grace_s=5.0))
+    assert effects == (fx.TerminateWorkers(1),)
+    assert not ended.has_set_up
+    gone = ended.apply_event(ev.WorkersGone(1), 6.0)
+    assert not gone.has_set_up
+    again, effects = follow_group(gone, Place(None, ME, SPEC, joined=JOINED, may_wait=True), 7.0, AT_ONCE)
+    assert [type(effect) for effect in effects] == [fx.SetUpWorkers]
+    assert not again.has_set_up
