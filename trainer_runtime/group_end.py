@@ -1,4 +1,4 @@
-"""Hearing from the agent that the group is over, on a thread of its own, while the script trains."""
+"""A thread that waits for the agent's signal that the group is over, and breaks the rank's connections then."""
 
 from __future__ import annotations
 

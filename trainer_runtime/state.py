@@ -232,10 +232,8 @@ class State:
         if is_first:
             with exit_without_restart(self._channel):
                 identity = require_only_state(State._restored, self._directory, self._run, self._channel, self._page)
-            self._turn = len(State._restored) + 1
-            State._restored.add(identity)
         with runtime_phase("restore"):
-            self._restore()
+            self._restore(turn=self._turn or len(State._restored) + 1)
             self._sources.begin_body()
             self._call_regroup_hooks()
         if not (is_first or self._has_restored):
@@ -243,9 +241,11 @@ class State:
             raise SystemExit(contract.EXIT_RESTART)
         self._expect_steps()
         if is_first:
+            self._turn = len(State._restored) + 1
+            State._restored.add(identity)
             watch_own_time(self._contents.of_type(nn.Module))
 
-    def _restore(self) -> None:
+    def _restore(self, *, turn: int) -> None:
         restorer = Restorer(
             directory=self._directory,
             run=self._run,
@@ -260,7 +260,7 @@ class State:
             load_hooks=self._load_hooks,
         )
         self._group = restorer.open()
-        restored = restorer.load(turn=self._turn)
+        restored = restorer.load(turn=turn)
         self._handoff, self._saver, self._snapshots = restored.handoff, restored.saver, restored.snapshots
         self._has_restored = restored.has_loaded
         settle_before_phases(self.settle)
@@ -278,7 +278,7 @@ class State:
         return hook
 
     def run(self, train: Callable[[], Result]) -> Result:
-        """Train in a process that outlives planned changes of its group.
+        """Train in a process that outlives changes of its group.
 
         With `run`, a rank that stays moves into the next group within `commit`, with the same objects: `steps` yields
         what comes next in the new world. A process that joins sets up alone, in a world of its own where `is_main` is
@@ -561,7 +561,7 @@ class State:
                 self._saver.close()
                 self._saver = self._snapshots = self._handoff = None
                 self._regroup.enter(move)
-                self._restore()
+                self._restore(turn=self._turn)
                 self._require_same_step(*began_at)
                 self._pos.due = 0  # what is done once in a group is due at the next commit
                 self._handled_handoff, self._saved_step = 0, -1

@@ -321,7 +321,7 @@ class MoveWorkers:
     node_rank: int
     spec: Spec
     is_planned: bool
-    """They are quiesced. Otherwise they have lost a rank, and must break their connections first."""
+    """The ranks are quiesced for a handoff. If False, a rank was lost, and the others must break their connections."""
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class WorkerGroup:
         self._move: Launch | None = None
         """The group into which the ranks are to be sent. None: they are not."""
         self._is_planned = False
-        """They are quiesced for that."""
+        """The ranks are quiesced for a handoff."""
         self._shown_rank: int | None = None
         """The rank of this group whose last lines were printed because the console does not show its output."""
         self._reactor = Reactor("workers")
@@ -173,7 +173,7 @@ class WorkerGroup:
         Args:
             group: number of their group.
             launch: their place in the other one.
-            is_planned: they are quiesced. Otherwise they are told to break their connections.
+            is_planned: the ranks are quiesced for a handoff. If False, each is signalled to break its connections.
         """
         with self._lock:
             if group != self._group or self._is_ending:
