@@ -36,7 +36,7 @@ _SHOWN = 40
 _UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("", "K", "M", "G", "T"))}
 
 
-StandbyMode = Literal["off", "torch", "learned"]
+StandbyMode = Literal["off", "torch", "learned", "hot"]
 
 
 def check_script(name: str, otherwise: str) -> None:
@@ -248,7 +248,8 @@ class WorkerConfig:
     progress_window_s: float = 60.0
     """Progress is as many new steps as usually take this long."""
     standby: StandbyMode = "learned"
-    """What standby processes have imported: torch, or what the script imported last time. off: there are none."""
+    """What standby processes have done: imported torch, or what the script imported last time; `hot`: also set up the
+    script, if it trains within `State.run`. off: there are none."""
     ends_at_script_errors: bool = False
     """End the job if a script error ends every rank twice in a row before the first training step."""
     stdin_rank: int | None = None

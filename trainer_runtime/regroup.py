@@ -154,11 +154,12 @@ class Regrouping:
             RuntimeError: `held`: the agent knows of no reason why the group should be over.
         """
         assert self._channel is not None  # noqa: S101 - only ranks of an agent can move
+        if held is not None:  # before the place is asked for: it belongs to the output of the group that is over
+            warn(f"this rank has lost its group, and asks its agent for the next one: {held}".partition("\n")[0])
         move = self._channel.ask_place(float(os.environ.get(contract.VERDICT_WITHIN_S, "1")))
         if move is None:
             raise held or RuntimeError("the group is over, and this rank was not sent into another one")
         if held is not None:
-            warn(f"this rank goes on in another group, after: {held}".partition("\n")[0])
             traceback.clear_frames(held.__traceback__)  # they hold activations, and iterators
             held.__traceback__ = None
         return move

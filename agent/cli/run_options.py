@@ -108,10 +108,11 @@ TOPICS = (
             ),
             option(
                 "standby",
-                type=click.Choice(["off", "torch", "learned"]),
+                type=click.Choice(["off", "torch", "learned", "hot"]),
                 default="learned",
                 help="Keep a process ready for the next restart of each rank, server or worker. torch: it has imported "
-                "torch. learned: it has imported what the script imported last time.",
+                "torch. learned: it has imported what the script imported last time. hot: it has also run the script "
+                "up to state.run().",
             ),
             option(
                 "detect_within",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import SIGKILL
 
 from agent.core.backoff import doubled_s
 from agent.core.causes import first_failure
@@ -186,6 +187,9 @@ def is_port_taken(stderr_tail: str, port: int) -> bool:
     return "EADDRINUSE" in stderr_tail and f"port: {port}," in stderr_tail
 
 
-def is_peer_lost(stderr_tail: str) -> bool:
-    """Whether this output says that a connection to another rank broke: messages of gloo, NCCL, TCPStore, or ours."""
-    return any(phrase in stderr_tail for phrase in _PEER_LOST)
+def is_peer_lost(stderr_tail: str, signal: int | None) -> bool:
+    """Whether this output says that a connection to another rank broke: messages of gloo, NCCL, TCPStore, or ours.
+
+    It says nothing about a rank that was killed by SIGKILL: no broken connection does that.
+    """
+    return signal != SIGKILL and any(phrase in stderr_tail for phrase in _PEER_LOST)

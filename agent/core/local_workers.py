@@ -40,7 +40,7 @@ _MOVE_WITHIN_S = 10.0
 def _is_consequence(exited: ev.WorkerExited) -> bool:
     """Whether it failed because of a broken connection to another rank, not to the storage of the checkpoint."""
     # The message may be in the exception alone: output that follows pushes it out of the last lines.
-    return not exited.unreadable and is_peer_lost(f"{exited.error}\n{exited.stderr_tail}")
+    return not exited.unreadable and is_peer_lost(f"{exited.error}\n{exited.stderr_tail}", exited.signal)
 
 
 @dataclass(frozen=True)

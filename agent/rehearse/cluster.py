@@ -24,6 +24,7 @@ from typing import Any, Self
 import psutil
 
 from agent.children import at_parents_end
+from agent.workers.process import OOM_SCORE_MAX
 
 _STAT_FLAGS = 6
 """Index of the field in /proc/PID/stat, counted after the process name."""
@@ -230,11 +231,17 @@ def _is_guardian(process: psutil.Process) -> bool:
 def _is_rank(process: psutil.Process) -> bool:
     """Return whether it is a rank, and neither a standby nor ending.
 
-    A standby has the memory file open through which it gets its start order. An ending process closes its files one
-    after another, so a missing one says nothing.
+    A standby has the memory file open through which it gets its start order; one that sets up the script has not, but
+    the highest OOM score. An ending process closes its files one after another, so a missing one says nothing.
     """
     waits = any(name.startswith("/memfd:elastic-agent:order") for name in _open_files(process.pid))
-    return not waits and not _is_ending(process.pid)
+    return not waits and not _sets_up(process.pid) and not _is_ending(process.pid)
+
+
+def _sets_up(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="utf-8")) == OOM_SCORE_MAX
+    return False
 
 
 def _open_files(pid: int) -> Iterator[str]:

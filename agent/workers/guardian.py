@@ -188,9 +188,7 @@ class Guardian:
         """Turn the standby into the rank that the rewritten order describes."""
         if self._standby_socket is None:
             return  # it has just failed, and its end will be reported
-        self._order = _read_order(self._order_fd)
-        with suppress(OSError), open(f"/proc/{self._worker}/oom_score_adj", "w") as file:  # noqa: PTH123 - slow import
-            file.write(str(self._order["oom_score_adj"]))
+        self._read_order_again()
         with suppress(OSError):  # it has ended, and SIGCHLD reports that
             os.write(self._standby_socket, b"go")
         self._close_standby_socket()
@@ -202,7 +200,7 @@ class Guardian:
         if self._output is None:
             return
         self._drain(self._output)
-        self._order = _read_order(self._order_fd)
+        self._read_order_again()
         prefix = self._order["console_prefix"]
         self._output.begin_group(
             latin_bytes(self._order["log_path"]),
@@ -210,6 +208,11 @@ class Guardian:
             () if prefix is None else self._order["console_streams"],
             holds_tracebacks=self._order["holds_tracebacks"],
         )
+
+    def _read_order_again(self) -> None:
+        self._order = _read_order(self._order_fd)
+        with suppress(OSError), open(f"/proc/{self._worker}/oom_score_adj", "w") as file:  # noqa: PTH123 - slow import
+            file.write(str(self._order["oom_score_adj"]))
 
     def _close_standby_socket(self) -> None:
         if self._standby_socket is not None:

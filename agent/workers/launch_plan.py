@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from agent.core import effects as fx
 from agent.core.neighbours import next_member
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.config import AgentConfig, StandbyMode
-    from agent.core.model import Identity
+    from agent.core.model import Group, Identity
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class Launch:
     """Run and world size of the snapshots that these ranks take. None: no snapshots are kept."""
     next_node: Identity | None = None
     """The agent that also holds the large parts of these snapshots. None: there is no other."""
+    takes_set_up: bool = False
+    """A process that has set up the script before may become one of these ranks."""
+    ahead: tuple[RankCommand, ...] = ()
+    """What standbys may run to set up the script before they are ranks of a later group. Empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,44 @@ def plan_launch(
     start: fx.StartWorkers | fx.SetUpWorkers | fx.MoveWorkers, config: AgentConfig, environ: Mapping[str, str]
 ) -> Launch:
     """Plan the rank processes of this node. `environ` is the environment that the user gave to the agent."""
-    member = start.group.members[start.node_rank]
-    facts = JobFacts(
+    group = start.group
+    setup = "wait" if isinstance(start, fx.SetUpWorkers) else "alone" if group.in_place else ""
+    facts = _facts(start, setup, config)
+    after = next_member(group, group.members[start.node_rank].identity)
+    return Launch(
+        group=group.number,
+        commands=_commands(group, start.node_rank, facts, config, environ),
+        source=PieceSource(facts.run, group.world_size) if facts.snapshots.is_enabled else None,
+        next_node=after.identity if after is not None else None,
+        takes_set_up=bool(setup) and group.cause != "restart",  # an operator who asks for a restart wants new processes
+        ahead=_ahead(start, config, environ),
+    )
+
+
+def _ahead(
+    start: fx.StartWorkers | fx.SetUpWorkers | fx.MoveWorkers, config: AgentConfig, environ: Mapping[str, str]
+) -> tuple[RankCommand, ...]:
+    """What standbys of these ranks run to set up: with their rank and world size, but never with rank 0."""
+    if config.workers.standby != "hot" or isinstance(start, fx.SetUpWorkers):
+        return ()
+    members, node_rank = start.group.members, start.node_rank
+    if node_rank == 0:  # as if it was the last node, or a second one
+        members = (*members[1:], members[0]) if len(members) > 1 else members * 2
+        node_rank = len(members) - 1
+    group = msgspec.structs.replace(start.group, members=members)
+    commands = _commands(group, node_rank, _facts(start, "wait", config), config, environ)
+    return tuple(
+        replace(
+            each,
+            log_path=rank_logs.standby_log_path(each.log_path.parent, members[node_rank].node_id, each.local_rank),
+            console_prefix=None,
+        )
+        for each in commands
+    )
+
+
+def _facts(start: fx.StartWorkers | fx.SetUpWorkers | fx.MoveWorkers, setup: str, config: AgentConfig) -> JobFacts:
+    return JobFacts(
         job_id=config.job.job_id,
         role=config.workers.role,
         run=start.spec.run,
@@ -133,16 +175,15 @@ def plan_launch(
         interface=interface_of(config.node.ips),
         snapshots=config.snapshots,
         secret=start.spec.secret,
-        setup="wait" if isinstance(start, fx.SetUpWorkers) else "alone" if start.group.in_place else "",
+        setup=setup,
     )
-    after = next_member(start.group, member.identity)
-    places = [RankPlace(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]
-    return Launch(
-        group=start.group.number,
-        commands=tuple(_command(place, facts, config, environ) for place in places),
-        source=PieceSource(facts.run, start.group.world_size) if facts.snapshots.is_enabled else None,
-        next_node=after.identity if after is not None else None,
-    )
+
+
+def _commands(
+    group: Group, node_rank: int, facts: JobFacts, config: AgentConfig, environ: Mapping[str, str]
+) -> tuple[RankCommand, ...]:
+    places = (RankPlace(group, node_rank, local_rank) for local_rank in range(group.members[node_rank].nproc))
+    return tuple(_command(place, facts, config, environ) for place in places)
 
 
 def _command(place: RankPlace, facts: JobFacts, config: AgentConfig, environ: Mapping[str, str]) -> RankCommand:

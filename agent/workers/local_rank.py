@@ -57,12 +57,21 @@ class LocalRank:
             return "phase"
         return "training" if page.restored or not self.workers.has_asked_restore_point else "starting"
 
-    def start(self) -> None:
-        """Start the worker, or turn the standby into this rank."""
-        if self.process and self.is_adopted:
+    def start(self, *, is_waiting: bool = False) -> None:
+        """Start the worker, or turn the standby into this rank. `is_waiting`: it is to set up, and to wait then."""
+        if self.process is None or (is_waiting and self.process.is_ahead):
+            return
+        if self.process.is_ahead:
+            self.enter()
+        elif self.is_adopted:
             self.process.adopt(self.command)
-        elif self.process:
+        else:
             self.process.start()
+
+    def enter(self) -> None:
+        """Send the process, which has set up ahead, into the group; if it still sets up, do nothing: call again."""
+        if self.process and self.process.is_ahead and self.process.channel.awaits_place:
+            self.process.move(self.command)
 
     def on_guardian_message(self, message: Message) -> None:
         """Handle a packet from the guardian."""

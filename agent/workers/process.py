@@ -26,6 +26,7 @@ import msgspec
 from agent.diagnose.stacks import StacksFile
 from agent.workers.channel import Channel, leave_answer, move_answer
 from agent.workers.environment import GROUP_VARIABLES
+from agent.workers.process_resources import lower_priority
 from agent.workers.standby_hook import StandbyHook, takes_hook
 from agent.workers.terminal import shared_terminal
 from agent.workers.worker_start import CANNOT_START
@@ -43,7 +44,8 @@ GUARDIAN_MARK = "ELASTIC_AGENT_GUARDIAN"
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _OOM_SCORE_ABOVE_AGENT = 300
-_OOM_SCORE_MAX = 1000
+OOM_SCORE_MAX = 1000
+"""Of a standby: the kernel ends it first if memory runs out."""
 _PACKET_BYTES = 1 << 17
 _MAX_OPEN_FILES = 1 << 16
 """Upper bound: containers may allow a thousand million, and some programs loop over all descriptors up to the limit."""
@@ -117,6 +119,8 @@ class RankProcess:
         """Descriptor of the memory for its snapshots. None: it takes no snapshots."""
         self.replicated_event: int | None = None
         """Eventfd that signals a change of `replicated` on its page. None: it takes no snapshots."""
+        self.is_ahead = False
+        """It is a standby that sets up the script, or has done so. Its rank is not known yet."""
         self._is_terminated = False
         static_command = command.command if isinstance(command, Standby) else command
         name = f"guarded-{self.mark}"
@@ -194,6 +198,13 @@ class RankProcess:
         self._write_order({**self._order(command, None), **_rank_order(command)})
         self._send(b"A")
 
+    def set_up_ahead(self, command: RankCommand) -> None:
+        """Let the warm standby set up the script, as a process that waits for a group. It stays a standby."""
+        self.is_ahead = True
+        self._write_order({**self._order(command, None), **_rank_order(command), "oom_score_adj": OOM_SCORE_MAX})
+        lower_priority(self.worker_pid)
+        self._send(b"A")
+
     @property
     def is_quiesced(self) -> bool:
         """Whether the worker has stopped for the requested handoff. It may decide at any moment to continue."""
@@ -213,6 +224,7 @@ class RankProcess:
     def move(self, command: RankCommand) -> None:
         """Send the worker, which is quiesced and waits for an answer, into another group."""
         self.rank = command.rank
+        self.is_ahead = False
         self.page.begin_group()
         self.channel.begin_group()
         self._write_order({**self._order(command, None), **_rank_order(command)})
@@ -290,7 +302,7 @@ class RankProcess:
             "log_path": os.devnull,
             "console_prefix": None,
             "holds_tracebacks": False,
-            "oom_score_adj": _OOM_SCORE_MAX,
+            "oom_score_adj": OOM_SCORE_MAX,
         }
 
     def _order(self, command: RankCommand | StandbyCommand, hook: StandbyHook | None) -> dict[str, object]:
@@ -366,7 +378,7 @@ def _rank_order(command: RankCommand) -> dict[str, object]:
 def _worker_oom_score() -> int:
     """Return a score above the agent's: the kernel kills the rank first, and the agent lives to report it."""
     own = int(Path("/proc/self/oom_score_adj").read_text())
-    return min(_OOM_SCORE_MAX, own + _OOM_SCORE_ABOVE_AGENT)
+    return min(OOM_SCORE_MAX, own + _OOM_SCORE_ABOVE_AGENT)
 
 
 def _latin(text: str | Path) -> str:

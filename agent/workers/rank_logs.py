@@ -2,6 +2,7 @@
 
     {log_dir}/{job_id}/{run}/group-000003/rank-00001.node-b.log
                                           rank-00001.node-b.error.json    (if the script records one, as under torchrun)
+                                          standby-00000.node-b.log        (of a standby that sets up beside the ranks)
 
 The usual question is "what did rank 1 print in group 3", so directories follow the job's history and names sort by
 rank; leading zeros keep the order of `ls`. A path contains the run and the group, so it is used only once: a restart
@@ -24,6 +25,11 @@ _RANK = re.compile(r"rank-([0-9]{1,18})\.")
 def log_path(group_dir: Path, node_id: str, rank: int) -> Path:
     """Return the path of one rank's log: its stdout and stderr, in the order of their arrival."""
     return group_dir / f"rank-{rank:05d}.{node_id}.log"
+
+
+def standby_log_path(group_dir: Path, node_id: str, local_rank: int) -> Path:
+    """Return the path of the log of a standby that sets up the script beside the ranks of a group."""
+    return group_dir / f"standby-{local_rank:05d}.{node_id}.log"
 
 
 def group_dir(log_dir: Path, job_id: str, run: str, group: int) -> Path:

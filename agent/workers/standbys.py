@@ -15,6 +15,10 @@ starts is started cold.
 
 A warm standby that lacks packages which the script has imported since then is kept until its successor is warm.
 
+In mode `hot` a warm standby goes on: it sets up the script in a world of one, beside the ranks that train, and waits
+at `State.run`, once the ranks of this script have shown that they can enter a group there. It stays a standby until
+then; if it fails, the next one stays warm.
+
 A standby becomes a rank only if its command, its directory, its environment except for `GROUP_VARIABLES`, the Python
 interpreter and the installed packages are unchanged since its start. Until then it has the highest OOM score: the
 kernel kills it first if memory runs out.
@@ -29,7 +33,9 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import StandbyChanged
 from agent.observe.log import log
+from agent.workers.channel import MessageError
 from agent.workers.process import RankProcess, Standby, Warm
+from agent.workers.process_resources import memory_bytes, restore_priority
 from agent.workers.process_watcher import ProcessWatcher
 from agent.workers.standby_hook import installation_state, takes_hook
 from trainer_runtime.free_memory import free_memory
@@ -57,6 +63,8 @@ _RETRY_S = 10.0
 _FIRST_GUESS_BYTES = 600 << 20
 _MEMORY_FACTOR = 2
 """Standbys are started only if this many times their expected size is free."""
+_SET_UP_MEMORY_FACTOR = 1.5
+"""Standbys set up only if this many times the memory of the largest rank is free for each."""
 _MAX_FAILURES = 3
 _MAX_NAMED = 3
 """Number of modules to name in one line."""
@@ -90,6 +98,8 @@ class _Standby:
         self.is_discarded = False
         """Discarded by the agent, so its end is no failure."""
         self.blamed: tuple[str, ...] = ()
+        self.size_bytes = 0
+        """Its memory once it has set up; 0: it has not."""
         self._pool = pool
         self._slot = slot
         self._installation = installation_state()
@@ -113,8 +123,20 @@ class _Standby:
             self._pool.on_end(self._slot, self, self._end_reason)
 
     def on_worker_message(self) -> bool:
-        """Return False: a standby has nothing to send on its channel."""
-        return False
+        """Note when it has set up: it sends nothing else on its channel. Return False if there will be no more."""
+        try:
+            is_open = self._pool.receive(self)
+        except MessageError as error:
+            log.warning(f"a standby sent an invalid message to the agent: {error}")
+            return True
+        if self.watcher.process.channel.awaits_place and not self.size_bytes:
+            self._pool.on_set_up(self)
+        return is_open
+
+    @property
+    def is_ahead(self) -> bool:
+        """It sets up the script, or has done so."""
+        return self.watcher.process.is_ahead
 
     def discard(self) -> None:
         """Kill the process."""
@@ -152,6 +174,13 @@ class Standbys:
         self._size_bytes = _FIRST_GUESS_BYTES
         self._shortage = ""
         self._is_retry_scheduled = False
+        self._ahead: dict[int, RankCommand] = {}
+        """What each local rank's standby may run to set up. Empty: none may."""
+        self._ranks: tuple[int, ...] = ()
+        """The processes of the ranks beside which they set up."""
+        self._ahead_failed = False
+        """A standby has failed to set up: the others stay warm."""
+        self._ahead_shortage = ""
         self._preparing = 0
         """Number of times that standbys were prepared: at the start, and each time after they were taken."""
         self._is_preparing = False
@@ -162,13 +191,22 @@ class Standbys:
         """Start the first standbys. Thread-safe."""
         self._reactor.call_soon(self._begin)
 
-    def take(self, command: RankCommand, owner: ProcessOwner) -> ProcessWatcher | None:
-        """Hand over the warm standby that can become this rank, or None. Thread-safe; the caller holds the lock."""
+    def take(self, command: RankCommand, owner: ProcessOwner, *, takes_set_up: bool) -> ProcessWatcher | None:
+        """Hand over the warm standby that can become this rank, or None. Thread-safe; the caller holds the lock.
+
+        Args:
+            command: the rank.
+            owner: receives what happens to the process from now on.
+            takes_set_up: the process may have set up the script before.
+        """
         slot = self._slots.get(command.local_rank)
         if slot is None or slot.standby is None or slot.standby.warm is None:
             return None
         standby = slot.standby
         slot.promote_successor()
+        if standby.is_ahead and not takes_set_up:
+            standby.discard()
+            return None
         if difference := standby.differs_from(command):
             log.warning(f"rank {command.rank} starts cold: {difference} changed after its standby was started")
             standby.discard()
@@ -176,7 +214,22 @@ class Standbys:
         if not standby.watcher.adopt(owner):
             return None
         slot.failures = 0
+        if standby.is_ahead:
+            standby.watcher.process.renew_memory()
+            restore_priority(standby.watcher.process.worker_pid)
         return standby.watcher
+
+    def set_up_ahead(self, commands: Iterable[RankCommand], ranks: Sequence[int]) -> None:
+        """Let warm standbys set up the script, now and later, each if there is enough memory.
+
+        Args:
+            commands: what to run, for each local rank.
+            ranks: process ids of the ranks beside which they set up: standbys will need as much memory.
+        """
+        self._ahead = {command.local_rank: command for command in commands}
+        self._ranks = tuple(ranks)
+        self._set_up_warm()
+        self._post_status()
 
     def refill(self, imports: Imports | None) -> None:
         """Replace the standbys that were taken.
@@ -194,6 +247,20 @@ class Standbys:
                     slot.standby.discard()
                     slot.promote_successor()
         self._prepare()
+
+    def receive(self, standby: _Standby) -> bool:
+        """Read one message of a standby. Return False if there will be no more.
+
+        Raises:
+            MessageError: it is invalid.
+        """
+        with self._lock:
+            return standby.watcher.process.channel.receive()
+
+    def on_set_up(self, standby: _Standby) -> None:
+        """Handle that a standby has set up the script."""
+        standby.size_bytes = memory_bytes(standby.watcher.process.worker_pid)
+        self._post_status()
 
     def close(self) -> None:
         """Kill all standbys. The reactor can end when they are gone. Thread-safe."""
@@ -220,6 +287,7 @@ class Standbys:
             first = f"; {new[0]}" if len(new) > 1 else ""
             log.warning(f"standbys do not preload {_join_names(new)}, which failed{first}: {warm.left_out[new[0]]}")
         self._left_out.update(warm.left_out)
+        self._set_up_warm()
         self._post_status()
 
     def on_end(self, slot: _StandbySlot, standby: _Standby, why: str) -> None:
@@ -229,7 +297,13 @@ class Standbys:
                 slot.promote_successor()
             elif slot.successor is standby:
                 slot.successor = None
-        if set(standby.blamed) - set(standby.imports.avoided):
+        if standby.is_ahead:
+            self._ahead_failed = True
+            log.warning(
+                f"standbys do not set up the script any more: one of local rank {slot.command.local_rank} ended in it "
+                f"({why}); its output is in {self._ahead[slot.command.local_rank].log_path}"
+            )
+        elif set(standby.blamed) - set(standby.imports.avoided):
             if new := [name for name in _outermost(standby.blamed) if name not in self._blamed]:
                 log.info(
                     "standbys do not preload modules whose import depends on the rank or on what the script does "
@@ -249,12 +323,45 @@ class Standbys:
         # Keep the first numbers: otherwise the node record would be written at each check.
         short = self._shortage or f"{_format_bytes(free)} free, {_format_bytes(wanted)} wanted"
         self._shortage = "" if free > wanted else short
-        if self._shortage and not self._is_retry_scheduled:
-            self._is_retry_scheduled = True
-            self._reactor.call_later(_RETRY_S, self._retry_start)
+        if self._shortage:
+            self._retry_later()
         for slot in missing if not self._shortage else ():
             self._start(slot)
+        self._set_up_warm()
         self._post_status()
+
+    def _set_up_warm(self) -> None:
+        """Let the warm standbys set up, if they may and if there is enough memory."""
+        may = self._ahead and not self._ahead_failed and not self._is_closed
+        with self._lock:
+            due = [slot for slot in self._slots.values() if may and self._is_due_to_set_up(slot)]
+        if not due:
+            return
+        free = free_memory()
+        wanted = int(_SET_UP_MEMORY_FACTOR * max(map(memory_bytes, self._ranks), default=0)) * len(due)
+        short = self._ahead_shortage or f"{_format_bytes(free)} free, {_format_bytes(wanted)} wanted"
+        self._ahead_shortage = "" if free > wanted else short
+        if self._ahead_shortage:
+            self._retry_later()
+            return
+        for slot in due:
+            with self._lock:
+                standby = slot.standby if self._is_due_to_set_up(slot) else None  # it may just have become a rank
+                if standby is not None:
+                    standby.watcher.process.set_up_ahead(self._ahead[slot.command.local_rank])
+            if standby is not None:
+                standby.watcher.watch_channel()
+
+    def _is_due_to_set_up(self, slot: _StandbySlot) -> bool:
+        standby = slot.standby
+        if standby is None or standby.warm is None or standby.is_discarded or slot.successor:
+            return False
+        return not (standby.is_ahead or self._is_outdated(standby))
+
+    def _retry_later(self) -> None:
+        if not self._is_retry_scheduled:
+            self._is_retry_scheduled = True
+            self._reactor.call_later(_RETRY_S, self._retry_start)
 
     def _begin(self) -> None:
         for slot in self._slots.values():
@@ -296,10 +403,12 @@ class Standbys:
 
     def _is_outdated(self, standby: _Standby) -> bool:
         """Whether a new standby would import packages that this one lacks."""
+        if standby.is_ahead:
+            return False  # it imports by itself what the script does
         return bool(_packages(self._imports_to_preload().modules) - _packages(standby.imports.modules))
 
     def _imports_to_preload(self) -> Imports:
-        modules = self._learned.modules if self._mode == "learned" else ()
+        modules = () if self._mode == "torch" else self._learned.modules
         excluded = self._left_out | self._blamed
         wanted = tuple(name for name in modules or DEFAULT_MODULES if excluded.isdisjoint(parents(name)))
         return replace(self._learned, modules=wanted, avoided=tuple(sorted(self._blamed)))
@@ -333,6 +442,9 @@ class Standbys:
             return "off"
         standbys = [slot.standby for slot in self._slots.values() if slot.standby]
         warm = [standby.warm for standby in standbys if standby.warm]
+        set_up = [standby.size_bytes for standby in standbys if standby.size_bytes]
+        if set_up:
+            return f"{len(set_up)} of {len(self._slots)} set up, {_format_bytes(max(set_up))} each"
         if warm:
             each = max(report.rss_bytes for report in warm)
             return f"{len(warm)} of {len(self._slots)} warm, {_format_bytes(each)} each{self._pending_text()}"
@@ -349,6 +461,10 @@ class Standbys:
         """Describe the state of the successors."""
         if any(slot.successor for slot in self._slots.values()):
             return "; successors warming up"
+        if any(slot.standby and slot.standby.is_ahead for slot in self._slots.values()):
+            return "; setting up"
+        if self._ahead_shortage:
+            return f"; to set up memory is short ({self._ahead_shortage})"
         if self._shortage and any(map(self._needs_standby, self._slots.values())):
             return f"; for better ones memory is short ({self._shortage})"
         return ""

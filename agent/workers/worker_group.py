@@ -120,6 +120,8 @@ class WorkerGroup:
         self._quiesced_handoff = 0
         """Number of the newest handoff for which all ranks were quiesced with snapshots."""
         self._is_ending = False
+        self._ahead: tuple[RankCommand, ...] = ()
+        """What standbys may run to set up, once it is known that the ranks of this script can move."""
         self._is_waiting = False
         """The ranks set up the script, and are in no group yet."""
         self._move: Launch | None = None
@@ -150,7 +152,11 @@ class WorkerGroup:
             if not all(rank.is_gone for rank in self._ranks):
                 raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} are alive")
             # Spawn all guardians first, so that they start in parallel.
-            ranks = tuple(self._create_rank(command, launch.group) for command in launch.commands)
+            ranks = tuple(
+                self._create_rank(command, launch.group, takes_set_up=launch.takes_set_up)
+                for command in launch.commands
+            )
+            self._ahead = launch.ahead
             self._group, self._ranks, self._is_waiting, self._move = launch.group, ranks, is_waiting, None
             self._has_asked_restore_point = self._has_started = self._is_ending = False
             self._shown_rank = None
@@ -159,7 +165,7 @@ class WorkerGroup:
             if launch.source is not None and not is_waiting:
                 self.snapshots.begin(launch.source, launch.group, _snapshot_memories(ranks), launch.next_node)
             for rank in ranks:
-                rank.start()
+                rank.start(is_waiting=is_waiting)
         self._reactor.call_soon(partial(self._watch_ranks, ranks))
         if not is_waiting:
             self._hang_monitor.begin(launch.group, [rank.process for rank in ranks if rank.process])
@@ -311,10 +317,10 @@ class WorkerGroup:
                 with self.snapshots.pieces(None if is_committed else restore_point.copy) as (pieces, memories):
                     channel.send(restore_point_answer(restore_point, pieces), memories)
 
-    def _create_rank(self, command: RankCommand, group: int) -> LocalRank:
+    def _create_rank(self, command: RankCommand, group: int, *, takes_set_up: bool) -> LocalRank:
         """Create a rank whose process waits to be started. The caller holds the lock."""
         rank = LocalRank(self, group, command)
-        rank.watcher = self._standbys.take(command, rank)
+        rank.watcher = self._standbys.take(command, rank, takes_set_up=takes_set_up)
         if rank.watcher:
             rank.is_adopted = True
             return rank
@@ -336,6 +342,7 @@ class WorkerGroup:
             if not rank.is_adopted:
                 rank.watcher.start()
             rank.watcher.watch_channel()
+        self._report_set_up()
 
     def _keep_asking_to_end(self) -> None:
         if self._ask_to_end():
@@ -377,7 +384,7 @@ class WorkerGroup:
         """Send the ranks, all of which wait, into the other group. The caller holds the lock."""
         last, step, at = self._group, max(rank.step for rank in self._ranks), clock.now()
         self.snapshots.end()  # they write none until they have their place
-        self._move, self._group, self._is_waiting = None, launch.group, False
+        self._move, self._group, self._is_waiting, self._ahead = None, launch.group, False, launch.ahead
         self._has_asked_restore_point = self._has_started = False
         self._shown_rank = None
         self._quiesced_handoff = 0
@@ -429,7 +436,7 @@ class WorkerGroup:
         process = self._running_process()
         self._standbys.refill(process.imports() if process else None)
 
-    def on_message(self, rank: LocalRank) -> bool:  # noqa: C901 - handles every kind of message of a rank
+    def on_message(self, rank: LocalRank) -> bool:
         """Handle one message of a rank. Return False if there will be no more."""
         process = rank.process
         assert process is not None  # noqa: S101 - only a process has a channel
@@ -463,15 +470,32 @@ class WorkerGroup:
         elif is_first:
             self._post(RestorePointAsked(self._group))
         elif started is not None:
-            self._refill_standbys()  # before the post: an observer of the first step can rely on the refill
-            self._post(started)
+            self._on_started(started)
+        self._go_on(rank, channel)
+        return True
+
+    def _on_started(self, started: RanksStarted) -> None:
+        self._refill_standbys()  # before the post: an observer of the first step can rely on the refill
+        if started.can_move and self._ahead:
+            self._standbys.set_up_ahead(self._ahead, [each.worker_pid for each in self._living()])
+        self._post(started)
+
+    def _go_on(self, rank: LocalRank, channel: Channel) -> None:
+        """Do what a rank may have waited for with its message."""
         if self._is_ending:  # the message may be the question whether the group is over
             self._ask_to_end()
         elif self._move is not None:
             self._try_to_move()
-        elif self._is_waiting and channel.awaits_place and all(each.awaits_place for each in self._channels()):
+        elif not self._is_waiting:
+            with self._lock:
+                rank.enter()
+        elif channel.awaits_place:
+            self._report_set_up()
+
+    def _report_set_up(self) -> None:
+        """Post that all ranks have set up and wait, if so."""
+        if self._is_waiting and self._move is None and all(each.awaits_place for each in self._channels()):
             self._post(WorkersReady(self._group))
-        return True
 
     def _ranks_started(self) -> RanksStarted | None:
         """Return the event that all ranks have completed their first step, once. The caller holds the lock."""
@@ -541,7 +565,7 @@ def _has_console(rank: LocalRank, streams: AbstractSet[int] = frozenset({2})) ->
 
 def _is_cause(exited: Exited) -> bool:
     """Whether a rank failed by itself, printed a reason, and did not merely lose a peer."""
-    if is_peer_lost(f"{exited.error}\n{exited.tail}"):
+    if is_peer_lost(f"{exited.error}\n{exited.tail}", exited.signal):
         return False
     return bool(exited.error) or (bool(exited.tail.strip()) and exited.exit_code not in {None, 0, EXIT_RESTART})
 

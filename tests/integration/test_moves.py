@@ -19,6 +19,8 @@ from agent.rehearse.cluster import read_trace, wait_for
 
 Make = Callable[..., Job]
 SETUP_S = 2.0
+WARM_WITHIN_S = 240.0
+"""Standbys import and set up beside ranks that train, with a fraction of their CPU share."""
 SCRIPT = Path(__file__).with_name("moving_job.py")
 
 
@@ -161,6 +163,51 @@ def test_a_rank_that_does_not_notice_is_replaced_and_the_others_keep_their_proce
     assert pid_of(running, nodes[1]) != pids[1]
     running.finish()
     assert_result(running, undisturbed(running.epochs))
+
+
+def test_a_lost_rank_is_replaced_by_a_process_that_has_set_up(
+    job: Make, undisturbed: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    """Two nodes that must both be there: first rank 1 is killed, then rank 0."""
+    running = job("--standby=hot")
+    running.epochs, running.step_time_s = 400, 0.1
+    for name in ("a", "b"):
+        running.start(name, "2", command(running, setup_s=SETUP_S))
+    group = running.wait_for_step(8, world=2)
+    nodes = {node["ranks"][0]: node["node_id"] for node in running.status()["nodes"]}
+    for lost in (1, 0):
+        wait_for(lambda: are_set_up(running), WARM_WITHIN_S, "processes that have set up")
+        pids = {name: pid_of(running, name) for name in nodes.values()}
+        running.nodes[nodes[lost]].kill_worker()
+        group = running.wait_for_step(1, after_group=group, world=2)
+        assert pid_of(running, nodes[1 - lost]) == pids[nodes[1 - lost]]
+        assert pid_of(running, nodes[lost]) != pids[nodes[lost]]
+    assert longest_pause_s(running) < SETUP_S
+    is_main, _ = (running.directory / f"setup.{pid_of(running, nodes[0])}").read_text().split()
+    assert is_main == "False"
+    running.finish()
+    assert_result(running, undisturbed(running.epochs))
+
+
+@pytest.mark.long("test_a_newcomer_whose_set_up_fails_disturbs_nobody")
+def test_a_standby_whose_set_up_fails_disturbs_nobody(job: Make) -> None:
+    """The next one stays as warm as others are."""
+    running = job("--standby=hot")
+    running.epochs, running.step_time_s = 400, 0.1
+    node = running.start("a", "1", command(running))
+    running.wait_for_step(8)
+    (running.directory / "bad").touch()
+    wait_for(lambda: "standbys do not set up the script any more" in node.text(), WARM_WITHIN_S, "the line")
+    wait_for(lambda: "1 of 1 warm" in running.status()["nodes"][0]["standby"], WARM_WITHIN_S, "a warm standby")
+    (running.directory / "bad").unlink()
+    group = running.status()["group"]
+    node.kill_worker()
+    running.wait_for_step(1, after_group=group)
+    running.finish()
+
+
+def are_set_up(job: Job) -> bool:
+    return all("1 of 1 set up" in node["standby"] for node in job.status()["nodes"])
 
 
 def test_an_error_of_the_script_ends_its_rank_at_once(

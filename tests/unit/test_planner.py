@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from signal import SIGKILL
 
 import msgspec
 import pytest
@@ -858,5 +859,7 @@ def test_a_group_that_lost_its_newcomers_5000_times_waits_no_longer_than_that() 
 
 def test_a_rank_that_waited_at_the_store_for_others_is_not_at_fault() -> None:
     """They never came: their own ends are the cause."""
-    assert is_peer_lost("torch.distributed.DistStoreError: Timed out after 11 seconds waiting for clients. 1/2 joined.")
-    assert not is_peer_lost("TimeoutError: 11 seconds waiting for clients of the upload")
+    late = "torch.distributed.DistStoreError: Timed out after 11 seconds waiting for clients. 1/2 joined."
+    assert is_peer_lost(late, signal=None)
+    assert not is_peer_lost(late, signal=SIGKILL)
+    assert not is_peer_lost("TimeoutError: 11 seconds waiting for clients of the upload", signal=None)

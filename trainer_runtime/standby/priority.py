@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_LOW = 10
+LOW = 10
 """Nice value. A standby then gets a tenth of a training rank's share if both want a processor. At 19, the lowest
 priority, ranks that keep every processor busy would delay their own standbys for minutes."""
 _LOWEST = 19
@@ -29,15 +29,15 @@ _AUTOGROUP_WAIT_S = 5.0
 def low_priority() -> Iterator[None]:
     """Run the block at a low priority that can be undone; if there is none, at the present priority."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    if _can_raise():
-        os.setpriority(os.PRIO_PROCESS, 0, max(before, _LOW))
+    if can_raise():
+        os.setpriority(os.PRIO_PROCESS, 0, max(before, LOW))
         try:
             yield
         finally:
             for thread in os.listdir("/proc/self/task"):  # threads that modules started have inherited the priority
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(thread), before)
-    elif _set_autogroup(_LOW):
+    elif _set_autogroup(LOW):
         try:
             yield
         finally:
@@ -47,7 +47,7 @@ def low_priority() -> Iterator[None]:
         yield
 
 
-def _can_raise() -> bool:
+def can_raise() -> bool:
     """Return whether the priority can be raised again. Tried on a short-lived thread: limits do not tell everything."""
     is_done = _thread.allocate_lock()
     raised: list[bool] = []
