@@ -19,6 +19,7 @@ from agent.observe.report.palette import LIGHT
 _COLOURS = {
     "ours": LIGHT["training"],
     "ours-run": LIGHT["first-step"],
+    "ours-hot": LIGHT["load"],
     "ours-plain": LIGHT["join"],
     "torchrun-best": LIGHT["recovering"],
     "torchrun": LIGHT["stopped"],

@@ -59,9 +59,9 @@ class Launcher:
         return not self.program or shutil.which(self.program) is not None
 
 
-def _ours(script: str, *arguments: str) -> Callable[[Place, str, str], list[str]]:
+def _ours(script: str, *arguments: str, given: tuple[str, ...] = ()) -> Callable[[Place, str, str], list[str]]:
     def argv(place: Place, name: str, np: str) -> list[str]:
-        options = [f"--np={np}", f"--node_id={name}", f"--max_restarts={_MANY}"]
+        options = [f"--np={np}", f"--node_id={name}", f"--max_restarts={_MANY}", *given]
         return [*elastic_agent("run", place.etcd, place.job_id), *options, *place.script(script), *arguments]
 
     return argv
@@ -90,6 +90,14 @@ LAUNCHERS = {
     for each in (
         OURS,
         Launcher("ours-run", "elastic-agent, State.run", _ours(_RUN), is_ours=True, keeps_processes=True),
+        Launcher(
+            "ours-hot",
+            "elastic-agent, State.run, standbys set up",
+            _ours(_RUN, given=("--standby=hot",)),
+            is_ours=True,
+            is_elastic=False,
+            keeps_processes=True,
+        ),
         Launcher("ours-plain", "elastic-agent, plain script", _ours(PLAIN), is_ours=True),
         Launcher(
             "torchrun-best",

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 
 _SETTLED_WITHIN_S = 60.0
-_SETTLED = re.compile(r"off$|(\d+) of \1 warm, [^;]*$")
+_SETTLED = re.compile(r"off$|(\d+) of \1 (warm|set up), [^;]*$")
 """What a node says of its standbys when nothing of them is under way: no successors either."""
 _TOLD_WITHIN_S = 10.0
 
@@ -120,7 +121,9 @@ class Recovery:
             give_up_at = time.monotonic() + self._plan.patience_s - (time.time() - at)
 
             def is_first(step: Step) -> bool:
-                if launcher.keeps_processes:  # after a failure the others go on at once, in a smaller world
+                if (
+                    launcher.keeps_processes and launcher.is_elastic
+                ):  # after a failure the others go on at once, in a smaller world
                     return step.t > at and step.world != scenario.before
                 return step.pid not in old and step.world == setting.after
 
@@ -128,10 +131,15 @@ class Recovery:
             if first is None:
                 return {"note": self._why_not(job, setting.after), "standbys": standbys}
             before = [step for step in job.trace.steps if not is_first(step) and step.t < first.t]
+            if launcher.keeps_processes and not launcher.is_elastic:  # a rank that stays may have a step before it
+                times = sorted(step.t for step in job.trace.steps if step.t <= first.t)
+                pause_s = max(later - earlier for earlier, later in pairwise(times) if later > at)
+            else:
+                pause_s = first.t - max(step.t for step in before)
             back_pause_s = self._back_pause_s(job, setting.after, first, give_up_at)
             return {
                 "seconds": first.t - at,
-                "pause_s": first.t - max(step.t for step in before if step.t < first.t),
+                "pause_s": pause_s,
                 "steps_lost": max(0, max(step.step for step in before) - first.step + 1),
                 "back_pause_s": back_pause_s,
                 "incidents": self._incidents(job, group),
@@ -178,15 +186,21 @@ class Recovery:
 
 
 def wait_until_settled(store: EtcdStore, job: Job) -> bool:
-    """Wait until all nodes of a job of ours are there with warm standbys; return whether these are warm.
+    """Wait until all nodes of a job of ours are there, with warm standbys, and spares that have set up if they can.
+
+    Returns whether they are so.
 
     Raises:
         NotStartedError: not all nodes are there.
     """
 
     def is_settled() -> bool:
-        nodes = _view(store, job).nodes
-        return len(nodes) == len(job.nodes) and all(_SETTLED.match(node.value.standby) for node in nodes)
+        view = _view(store, job)
+        members = {member.identity for member in view.group.value.members} if view.group is not None else set()
+        nodes = [node.value for node in view.nodes]
+        spares = [node for node in nodes if node.member.identity not in members]
+        have_set_up = not job.launcher.keeps_processes or all(node.is_set_up for node in spares)
+        return len(nodes) == len(job.nodes) and have_set_up and all(_SETTLED.match(each.standby) for each in nodes)
 
     if comes_true(is_settled, _SETTLED_WITHIN_S):
         return True

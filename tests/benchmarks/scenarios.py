@@ -48,7 +48,8 @@ class Setting:
 def setting_of(scenario: Scenario, launcher: Launcher) -> Setting:
     """One whose world never shrinks is given a spare, which takes the lost node's place."""
     if scenario.loses_node and not launcher.is_elastic:
-        return Setting(f"{scenario.before}:{scenario.before + 1}", ("c",), scenario.before)
+        np = str(scenario.before) if launcher.is_ours else f"{scenario.before}:{scenario.before + 1}"
+        return Setting(np, ("c",), scenario.before)
     np = scenario.np if launcher.is_elastic else str(scenario.before)
     return Setting(np, ("b",) if scenario.has_spare and launcher.is_ours else (), scenario.after)
 
