@@ -25,8 +25,10 @@ from agent.rehearse.cluster import LocalCluster, TraceLine, read_trace, wait_for
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
 EPOCHS = 60
 STEP_TIME_S = 0.04
+SETUP_S = 3.0
+"""How long the script takes before its first step: a real one reads its model and indexes its data."""
 PATIENCE_S = 60.0
-WARM = re.compile(r"(\d+) of \1 warm, [^;]*")
+READY = re.compile(r"(\d+) of \1 (warm|set up), [^;]*")
 
 console = Console(highlight=False)
 
@@ -55,6 +57,7 @@ class Demo:
             str(EXAMPLE),
             f"--epochs={EPOCHS}",
             f"--step_time_s={STEP_TIME_S}",
+            f"--setup_s={SETUP_S}",
             f"--trace={self.trace}",
         ]
         self.incidents: list[Incident] = []
@@ -66,9 +69,10 @@ class Demo:
     def start(self, name: str, np: str) -> None:
         """Start a node."""
         self.say(
-            f"$ elastic-agent --elastic_server={self.cluster.server} --np={np} --job_id=demo train_digits.py   # {name}"
+            f"$ elastic-agent --elastic_server={self.cluster.server} --np={np} --job_id=demo --standby=hot "
+            f"train_digits.py   # {name}"
         )
-        self.cluster.start(name, np, self.command)
+        self.cluster.start(name, np, self.command, ["--standby=hot"])
 
     def train(self, steps: int) -> TraceLine:
         """Wait until the job has done this many more steps; return the last one."""
@@ -82,11 +86,11 @@ class Demo:
 
     def warm_up(self) -> None:
         """Wait until the standby processes of all nodes are ready, as in a job that has trained for a while."""
-        self.say("  … each rank's standby process imports what the script did")
+        self.say("  … beside each rank a standby process imports what the script did, and sets up the script")
         wait_for(
-            lambda: all(WARM.fullmatch(node["standby"]) for node in self.cluster.status()["nodes"]),
+            lambda: all(READY.fullmatch(node["standby"]) for node in self.cluster.status()["nodes"]),
             PATIENCE_S,
-            "warm standbys",
+            "ready standbys",
         )
 
     def disturb(self, cause: str, do: Callable[[], object], world: int) -> None:
