@@ -48,12 +48,12 @@ from agent.core.budget import EARLY_S, FailureCount, agent_exit_code, back_off_s
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
+from agent.core.gathering import Gathering
 from agent.core.handoff import PlannedChange, are_ranks_quiesced, can_hand_off
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
 from agent.core.model import CachedRecords, Cause, ClusterView, Failure, Group, Identity, Member, Policy, Stored
 from agent.core.neighbours import silent_members
 from agent.core.observations import Observations
-from agent.core.partitions import PartitionView
 from agent.core.proposals import Plan, begin_again, growth_wait_s, node_ids, required
 from agent.core.rank_order import can_grow, warming
 from agent.core.reasons import (
@@ -61,29 +61,22 @@ from agent.core.reasons import (
     Ended,
     Finished,
     Finishing,
-    GaveUp,
     GroupReason,
     Hanging,
-    NodeIds,
     NodesJoined,
     NodesLost,
-    NodesMissing,
-    NodesThere,
     NotRetried,
     Requested,
     Training,
     Waiting,
     WorkersFailed,
 )
-from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
+from agent.errors import EXIT_BUDGET
 from trainer_runtime.contract import EXIT_NO_RESTART
 
-_SETTLE_WINDOWS = 5
 _NO_RESTART_WITHIN_S = 5.0
 """How long after one rank the others may ask for no restart, too. Until then it is not known if one node alone does."""
 _WARM_WITHIN_S = 60.0
-_LEAVE_WITHIN_S = 60.0
-"""How long the next group waits for nodes that were asked to leave."""
 """How long a growth waits for standby processes, from when it was first possible."""
 
 
@@ -161,7 +154,7 @@ def as_cached(cached: CachedRecords, view: ClusterView) -> ClusterView:
     ).with_exits(())
 
 
-class _Planner(PartitionView):
+class _Planner(Gathering):
     """Chooses among the proposals."""
 
     def stop(self) -> Plan:
@@ -173,59 +166,6 @@ class _Planner(PartitionView):
             if awaited is not None:
                 return awaited
         return self.finish(0, reason, succeeded=False)
-
-    # No group trains
-
-    def gather(self) -> Plan:
-        """No group trains: form one as soon as enough nodes are there."""
-        if self.spec.paused_by:
-            return self.paused()
-        members = self.lineup(self.spec.np_max)
-        need = required(self.spec, self.group)
-        until = self.seen.group_since + _LEAVE_WITHIN_S
-        if self.group is not None and self.group.cause == "drain" and self.now < until and self._leaving():
-            return Plan(None, Waiting(what="leave", node_ids=self._leaving()), until)
-        if len(members) >= self.spec.np_max:
-            return self.form(members, "start", self._there(members, is_all=True))
-        if len(members) >= need:
-            return self._settle(members)
-        return self._wait_for_nodes(members, need)
-
-    def _leaving(self) -> NodeIds:
-        """The nodes that were asked to leave and are still here, perhaps because they save what their memory holds."""
-        return tuple(sorted(node.value.node_id for node in self.view.nodes if node.value.is_draining))
-
-    def _settle(self, members: tuple[Member, ...]) -> Plan:
-        until = min(
-            self.seen.last_arrival(members) + self.policy.settle_s,
-            self.seen.group_since + _SETTLE_WINDOWS * self.policy.settle_s,
-        )
-        there = self._there(members)
-        return self.form(members, "start", there) if self.now >= until else self._wait_a_moment(there, until)
-
-    def _there(self, members: tuple[Member, ...], *, is_all: bool = False) -> NodesThere:
-        return NodesThere(nodes=len(members), np=self.spec.np, is_all=is_all)
-
-    def _wait_a_moment(self, there: NodesThere, until: float) -> Plan:
-        return Plan(None, Waiting(what="nodes", because=there), until)
-
-    def _wait_for_nodes(self, members: tuple[Member, ...], need: int) -> Plan:
-        reason = NodesMissing(
-            missing=need - len(members),
-            needed=need,
-            here=node_ids(members),
-            last=self.group.reason if self.group is not None else None,
-            left_out=self._left_out(),
-        )
-        if self.policy.elastic_timeout_s is None:
-            return Plan(None, reason)
-        waits_since = self.now if self.seen.waits_since is None else self.seen.waits_since
-        give_up_at = waits_since + self.policy.elastic_timeout_s
-        if self.now < give_up_at:
-            return Plan(None, reason, give_up_at)
-        return self.finish(EXIT_TIMEOUT, GaveUp(after_s=self.policy.elastic_timeout_s, waiting=reason))
-
-    # A group trains
 
     def follow(self, group: Group) -> Plan:
         """A group trains: end it when it is done, replace it after a failure or a loss, else fit it to np."""
@@ -408,7 +348,7 @@ class _Planner(PartitionView):
             return awaited
         stays = {member.identity for member in members} & {member.identity for member in group.members}
         is_saved = are_ranks_quiesced(self.seen.handoff_progress, self.policy, self.now)
-        if not stays and not is_saved and self._leaving() and can_hand_off(group, self.view):
+        if not stays and not is_saved and self.leaving() and can_hand_off(group, self.view):
             members = ()  # those that leave save what their memory holds, before others go on
         return self.form(members, "drain", reason)
 
@@ -425,12 +365,7 @@ class _Planner(PartitionView):
             return self._grow(group, grown)
         if size < self.spec.np_min:
             return Plan(None, Training(nodes=size, np=self.spec.np, missing=goal - len(grown)))
-        return Plan(None, Training(nodes=size, np=self.spec.np, left_out=self._left_out()))
-
-    def _left_out(self) -> NodeIds:
-        """The nodes that are here, but left out because of failures."""
-        left_out = self.group.left_out if self.group is not None else ()
-        return tuple(sorted(node.value.node_id for node in self.view.nodes if node.value.identity in left_out))
+        return Plan(None, Training(nodes=size, np=self.spec.np, left_out=self.left_out()))
 
     def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
         """Admit new nodes: at once if np is reached, else a settle window after the last arrival.
@@ -441,8 +376,8 @@ class _Planner(PartitionView):
         """
         is_full = len(grown) == self.spec.np_max and group.flaps == 0
         settle_s = 0.0 if is_full else growth_wait_s(self.policy, group)
-        until, there = self.seen.last_arrival(grown) + settle_s, self._there(grown)
-        waiting = self._wait_a_moment(there, until)
+        until, there = self.seen.last_arrival(grown) + settle_s, self.there(grown)
+        waiting = self.wait_a_moment(there, until)
         cold = [] if self.spec.in_place else [each for each in grown if each.identity in warming(self.view)]
         if cold:
             until = (self.seen.grows_since or self.now) + settle_s + _WARM_WITHIN_S

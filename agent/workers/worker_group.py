@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 
 from agent import clock
 from agent.config import HangConfig
-from agent.core.budget import is_peer_lost
 from agent.core.events import (
     PublishAsked,
     RanksQuiesced,
@@ -48,18 +47,17 @@ from agent.observe.stderr import standard_error
 from agent.workers.channel import MessageError, publish_answer, restore_point_answer
 from agent.workers.launch_plan import StandbyPlan
 from agent.workers.local_rank import LocalRank
+from agent.workers.local_ranks import LocalRanks, is_cause
 from agent.workers.process import CANNOT_START, Exited, RankProcess, cannot_start
 from agent.workers.process_watcher import ProcessWatcher
 from agent.workers.reactor import Reactor
 from agent.workers.reaper import become_subreaper
 from agent.workers.snapshot_saver import SnapshotSaver
-from agent.workers.snapshot_store import RankMemory, SnapshotStore
+from agent.workers.snapshot_store import SnapshotStore
 from agent.workers.standbys import Standbys
-from trainer_runtime.contract import EXIT_RESTART
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from collections.abc import Set as AbstractSet
 
     from agent.core.events import Event
     from agent.core.model import Checkpoint, Failure, RestorePoint, StateId
@@ -111,25 +109,9 @@ class WorkerGroup:
         self._on_replica_message = on_replica_message
         self._hang_monitor = HangMonitor(post, hang)
         self._lock = threading.Lock()
-        self._group = 0
-        self._ranks: tuple[LocalRank, ...] = ()
+        self._local = LocalRanks()
         self._restore_point: RestorePoint | None = None
         """Restore point of the newest group for which it is settled."""
-        self._has_asked_restore_point = False
-        self._has_started = False
-        self._quiesced_handoff = 0
-        """Number of the newest handoff for which all ranks were quiesced with snapshots."""
-        self._is_ending = False
-        self._ahead: tuple[RankCommand, ...] = ()
-        """What standbys may run to set up, once it is known that the ranks of this script can move."""
-        self._is_waiting = False
-        """The ranks set up the script, and are in no group yet."""
-        self._move: Launch | None = None
-        """The group into which the ranks are to be sent. None: they are not."""
-        self._is_planned = False
-        """The ranks are quiesced for a handoff."""
-        self._shown_rank: int | None = None
-        """The rank of this group whose last lines were printed because the console does not show its output."""
         self._reactor = Reactor("workers")
         self.saver = SnapshotSaver(self.snapshots, self._reactor, post)
         """Saves the snapshot in this node's memory before the agent leaves."""
@@ -149,21 +131,19 @@ class WorkerGroup:
             RuntimeError: ranks of an older group are still alive. A node runs one group at a time.
         """
         with self._lock:
-            if not all(rank.is_gone for rank in self._ranks):
-                raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} are alive")
+            if not self._local.are_gone:
+                raise RuntimeError(
+                    f"group {launch.group} may not start: workers of group {self._local.group} are alive"
+                )
             # Spawn all guardians first, so that they start in parallel.
             ranks = tuple(
                 self._create_rank(command, launch.group, takes_set_up=launch.takes_set_up)
                 for command in launch.commands
             )
-            self._ahead = launch.ahead
-            self._group, self._ranks, self._is_waiting, self._move = launch.group, ranks, is_waiting, None
-            self._has_asked_restore_point = self._has_started = self._is_ending = False
-            self._shown_rank = None
-            self._quiesced_handoff = 0
+            local = self._local = LocalRanks(launch.group, ranks, is_waiting=is_waiting, ahead=launch.ahead)
             # Keep the lock: the watching thread may close a standby that dies while it is adopted.
             if launch.source is not None and not is_waiting:
-                self.snapshots.begin(launch.source, launch.group, _snapshot_memories(ranks), launch.next_node)
+                self.snapshots.begin(launch.source, launch.group, local.memories, launch.next_node)
             for rank in ranks:
                 rank.start(is_waiting=is_waiting)
         self._reactor.call_soon(partial(self._watch_ranks, ranks))
@@ -182,21 +162,21 @@ class WorkerGroup:
             is_planned: the ranks are quiesced for a handoff. If False, each is signalled to break its connections.
         """
         with self._lock:
-            if group != self._group or self._is_ending:
+            local = self._local
+            if group != local.group or local.is_ending:
                 return  # the core learns of their end in any case
-            self._move, self._is_planned = launch, is_planned
-            if not (is_planned or self._is_waiting):
-                for process in self._living():
+            local.move, local.is_planned = launch, is_planned
+            if not (is_planned or local.is_waiting):
+                for process in local.processes:
                     process.break_group(group)
         self._reactor.call_soon(self._keep_trying_to_move)
 
     def terminate(self, group: int) -> None:
         """Ask each rank of this group to end, if the group is the running one. See `RankProcess.ask_to_end`."""
         with self._lock:
-            is_new = group == self._group and not self._is_ending
-            self._is_ending |= is_new
+            is_new = group == self._local.group and not self._local.is_ending
             if is_new:
-                self._move = None
+                self._local.is_ending, self._local.move = True, None
         if is_new:
             self._hang_monitor.end()
             self._reactor.call_soon(self._keep_asking_to_end)
@@ -204,13 +184,14 @@ class WorkerGroup:
     def kill(self, group: int) -> None:
         """Send SIGKILL to all processes of this group, if the group is the running one."""
         with self._lock:
-            if group == self._group:
-                self._move = None
-                self._hang_monitor.end()
-            if group == self._group and not self._is_ending:
+            if group != self._local.group:
+                return
+            self._local.move = None
+            self._hang_monitor.end()
+            if not self._local.is_ending:
                 self._show_cause()
             # Include ranks that have ended: their guardian may delay console output until the group ends.
-            for rank in self._ranks if group == self._group else ():
+            for rank in self._local.ranks:
                 if rank.process:
                     rank.process.kill()
 
@@ -219,19 +200,16 @@ class WorkerGroup:
 
         It is printed before the ranks are killed, and so before the failures that follow from it.
         """
-        causes = sorted((rank.cause.at, rank.command.rank, rank) for rank in self._ranks if rank.cause)
-        shown = [rank for rank in self._ranks if _has_console(rank)]
-        if self._shown_rank is not None or not causes or not shown or any(rank.cause for rank in shown):
-            return
-        _, self._shown_rank, first = causes[0]
-        assert first.cause is not None  # noqa: S101 - only ranks with a cause are listed
-        how = first.cause.error or f"code {first.cause.exit_code}"
-        standard_error().write(failure_output(f"rank {self._shown_rank} ended with {how}", first.cause))
+        found = self._local.note_shown_cause()
+        if found is not None:
+            rank, cause = found
+            how = cause.error or f"code {cause.exit_code}"
+            standard_error().write(failure_output(f"rank {rank} ended with {how}", cause))
 
     def send_restore_point(self, restore_point: RestorePoint) -> None:
         """Send the restore point to each rank of its group that asks for it. The group may start later."""
         with self._lock:
-            if restore_point.group >= self._group:
+            if restore_point.group >= self._local.group:
                 self._restore_point = restore_point
                 self.snapshots.on_restore_point(restore_point)
                 self._answer_restore_point()
@@ -239,7 +217,7 @@ class WorkerGroup:
     def send_publish_answer(self, group: int, copy: StateId, checkpoint: Checkpoint | None, reason: str) -> None:
         """Answer the rank that asked to publish a checkpoint: the checkpoint as committed, or None and the reason."""
         with self._lock:
-            for channel in self._channels() if group == self._group else ():
+            for channel in self._local.channels if group == self._local.group else ():
                 if channel.pending_publish is not None and channel.pending_publish.copy == copy:
                     channel.pending_publish = None
                     channel.send(publish_answer(copy, checkpoint, reason))
@@ -253,14 +231,14 @@ class WorkerGroup:
             in_memory: whether snapshots in memory suffice, so that no checkpoint is needed.
         """
         with self._lock:
-            for process in self._living() if group == self._group else ():
+            for process in self._local.processes if group == self._local.group else ():
                 process.page.in_memory = int(in_memory)
                 process.page.handoff = number
 
     def send_message(self, message: dict[str, object]) -> None:
         """Send a message to the processes of a parameter-server job. See `trainer_runtime.ps.control_messages`."""
         with self._lock:
-            for channel in self._channels():
+            for channel in self._local.channels:
                 channel.send(message)
 
     def set_hang_threshold(self, after_s: float | None) -> None:
@@ -268,50 +246,45 @@ class WorkerGroup:
         self._hang_monitor.set_threshold(after_s)
 
     @property
+    def ranks(self) -> tuple[LocalRank, ...]:
+        """The ranks of the group started last. Thread-safe."""
+        return self._local.ranks
+
+    @property
     def has_asked_restore_point(self) -> bool:
         """Whether a rank of this group has asked for its restore point. Without that, its progress is unknown."""
-        return self._has_asked_restore_point
+        return self._local.has_asked_restore_point
 
     def has_shown_errors(self, failure: Failure) -> bool:
         """Whether the console shows the error that ended this rank of the group started last.
 
         A script error ends all ranks alike, so it is enough if one of them is shown.
         """
-        # Without an exception, the reported last lines are of both streams.
-        streams = {2} if failure.error else {1, 2}
-        shown = {each.command.rank for each in self._ranks if _has_console(each, streams)}
-        return failure.rank in {*shown, self._shown_rank} or bool(shown and failure.script_error)
+        return self._local.has_shown_errors(failure)
 
     def live_ranks(self) -> tuple[int, tuple[LiveRank, ...]]:
         """Return the number of the group started last, and the state of its ranks. Thread-safe; never blocks."""
-        ranks = () if self._is_waiting else self._ranks
-        return self._group, tuple(LiveRank(rank=rank.command.rank, step=rank.step, state=rank.state) for rank in ranks)
+        return self._local.live()
 
     def close(self) -> None:
         """Kill all processes, and return when none is left."""
-        self.kill(self._group)
+        self.kill(self._local.group)
         self._hang_monitor.close()
         self._standbys.close()
         self.saver.close()
         self._reactor.close()
-        for rank in self._ranks:  # some are alive only if an error has ended the thread
+        for rank in self._local.ranks:  # some are alive only if an error has ended the thread
             if rank.process:
                 rank.process.wait()
         self.snapshots.close()
 
-    def _living(self) -> list[RankProcess]:
-        return [rank.process for rank in self._ranks if rank.process and not rank.is_gone]
-
-    def _channels(self) -> list[Channel]:
-        return [rank.process.channel for rank in self._ranks if rank.process]
-
     def _answer_restore_point(self) -> None:
         """Send the restore point to the ranks that wait for it. The caller holds the lock."""
         restore_point = self._restore_point
-        if restore_point is None or restore_point.group != self._group:
+        if restore_point is None or restore_point.group != self._local.group:
             return
         is_committed = restore_point.checkpoint is not None and restore_point.checkpoint.copy == restore_point.copy
-        for channel in self._channels():
+        for channel in self._local.channels:
             if channel.awaits_restore_point:
                 channel.awaits_restore_point = False
                 with self.snapshots.pieces(None if is_committed else restore_point.copy) as (pieces, memories):
@@ -351,61 +324,51 @@ class WorkerGroup:
     def _ask_to_end(self) -> bool:
         """Ask the ranks of an ending group to end. Return whether some must be asked again."""
         with self._lock:
-            still = [process for process in self._living() if process.ask_to_end()] if self._is_ending else []
+            processes = self._local.processes if self._local.is_ending else []
+            still = [process for process in processes if process.ask_to_end()]
         return bool(still)
 
     def _keep_trying_to_move(self) -> None:
-        if self._try_to_move() and self._is_planned and not self._is_waiting:  # others send a message
+        local = self._local
+        if self._try_to_move() and local.is_planned and not local.is_waiting:  # others send a message
             self._reactor.call_later(_ASK_EVERY_S, self._keep_trying_to_move)
 
     def _try_to_move(self) -> bool:
         """Send the ranks into the other group if all have asked. Return whether to try again soon."""
         with self._lock:
-            launch, processes, last = self._move, self._living(), self._group
-            if launch is None:
+            local = self._local
+            if local.move is None:
                 return False
-            may_move = self._is_waiting or all(
-                each.channel.can_move and (each.is_quiesced or each.channel.awaits_place or not self._is_planned)
-                for each in processes
-            )
-            if may_move and len(processes) == len(launch.commands):
-                has_asked = [
-                    each.channel.awaits_place or (self._is_planned and each.channel.awaits_leave_answer)
-                    for each in processes
-                ]
-                if all(has_asked):
-                    self._send_into(launch)
-                return not all(has_asked)
-            self._move = None
-        self._post(WorkersCannotMove(last))
+            if local.may_move:
+                has_asked = local.have_asked
+                if has_asked:
+                    self._send_into(local.move)
+                return not has_asked
+            local.move = None
+        self._post(WorkersCannotMove(local.group))
         return False
 
     def _send_into(self, launch: Launch) -> None:
         """Send the ranks, all of which wait, into the other group. The caller holds the lock."""
-        last, step, at = self._group, max(rank.step for rank in self._ranks), clock.now()
+        last, step, at = self._local.group, max(rank.step for rank in self._local.ranks), clock.now()
         self.snapshots.end()  # they write none until they have their place
-        self._move, self._group, self._is_waiting, self._ahead = None, launch.group, False, launch.ahead
-        self._has_asked_restore_point = self._has_started = False
-        self._shown_rank = None
-        self._quiesced_handoff = 0
-        for rank, command in zip(self._ranks, launch.commands, strict=True):
-            assert rank.process is not None  # noqa: S101 - they live
-            rank.group, rank.command = launch.group, command
-            rank.process.renew_memory()
+        local = self._local = self._local.sent_into(launch)
+        for process in local.processes:
+            process.renew_memory()
         if launch.source is not None:
-            self.snapshots.begin(launch.source, launch.group, _snapshot_memories(self._ranks), launch.next_node)
+            self.snapshots.begin(launch.source, launch.group, local.memories, launch.next_node)
         self._post(WorkersMoved(last, step, at))
-        for rank in self._ranks:
+        for rank in local.ranks:
             if rank.process:
                 rank.process.move(rank.command)
-        self._hang_monitor.begin(launch.group, self._living())
+        self._hang_monitor.begin(launch.group, local.processes)
         self._reactor.call_later(_MOVE_WITHIN_S, partial(self._kill_unmoved, launch.group))
 
     def _kill_unmoved(self, group: int) -> None:
         """Kill the ranks that have not left their old group: they stopped waiting at the same moment, or are stuck."""
         with self._lock:
-            unmoved = [process for process in self._living() if process.channel.is_moving]
-            if group != self._group or not unmoved:
+            unmoved = [process for process in self._local.processes if process.channel.is_moving]
+            if group != self._local.group or not unmoved:
                 return
             log.warning(f"rank {unmoved[0].rank} did not leave its old group within {_MOVE_WITHIN_S:g} s: killed")
             for process in unmoved:
@@ -416,11 +379,11 @@ class WorkerGroup:
 
         A script that does not commit never reports one; others may take long until their first step.
         """
-        process = self._running_process()
-        if process is None or group != self._group or self._has_started or any(rank.has_exited for rank in self._ranks):
+        local, process = self._local, self._local.running_process
+        if process is None or group != local.group or local.has_started or any(rank.has_exited for rank in local.ranks):
             return
         count = len(process.imports().modules)
-        is_plain = not self._has_asked_restore_point and after_s > _SETTLED_S
+        is_plain = not local.has_asked_restore_point and after_s > _SETTLED_S
         if (is_plain and count == known) or after_s >= _FIRST_STEP_WITHIN_S:
             self._refill_standbys()
         else:
@@ -428,12 +391,8 @@ class WorkerGroup:
                 _SETTLED_S, partial(self._refill_standbys_later, group, after_s + _SETTLED_S, count)
             )
 
-    def _running_process(self) -> RankProcess | None:
-        """Return the first process that has not ended. Its list of imports can be read."""
-        return next((rank.process for rank in self._ranks if rank.process and not rank.has_exited), None)
-
     def _refill_standbys(self) -> None:
-        process = self._running_process()
+        process = self._local.running_process
         self._standbys.refill(process.imports() if process else None)
 
     def on_message(self, rank: LocalRank) -> bool:
@@ -448,9 +407,8 @@ class WorkerGroup:
                 is_open = channel.receive() and not rank.is_gone
                 replica_messages, channel.replica_messages = channel.replica_messages, []
                 asked = channel.pending_publish
-                is_first = channel.has_asked_restore_point and not self._has_asked_restore_point
-                self._has_asked_restore_point |= is_first
-                started, quiesced = self._ranks_started(), self._ranks_quiesced()
+                is_first = self._local.note_question(channel)
+                started, quiesced = self._local.note_started(), self._local.note_quiesced()
                 self._answer_restore_point()
         except MessageError as error:
             log.warning(f"rank {rank.command.rank} sent an invalid message to the agent: {error}")
@@ -466,9 +424,9 @@ class WorkerGroup:
         if not is_open:
             return False
         if asked is not None and asked is not old_publish:
-            self._post(PublishAsked(group=self._group, checkpoint=asked))
+            self._post(PublishAsked(group=self._local.group, checkpoint=asked))
         elif is_first:
-            self._post(RestorePointAsked(self._group))
+            self._post(RestorePointAsked(self._local.group))
         elif started is not None:
             self._on_started(started)
         self._go_on(rank, channel)
@@ -476,17 +434,17 @@ class WorkerGroup:
 
     def _on_started(self, started: RanksStarted) -> None:
         self._refill_standbys()  # before the post: an observer of the first step can rely on the refill
-        if started.can_move and self._ahead:
-            self._standbys.set_up_ahead(self._ahead, [each.worker_pid for each in self._living()])
+        if started.can_move and self._local.ahead:
+            self._standbys.set_up_ahead(self._local.ahead, [each.worker_pid for each in self._local.processes])
         self._post(started)
 
     def _go_on(self, rank: LocalRank, channel: Channel) -> None:
         """Do what a rank may have waited for with its message."""
-        if self._is_ending:  # the message may be the question whether the group is over
+        if self._local.is_ending:  # the message may be the question whether the group is over
             self._ask_to_end()
-        elif self._move is not None:
+        elif self._local.move is not None:
             self._try_to_move()
-        elif not self._is_waiting:
+        elif not self._local.is_waiting:
             with self._lock:
                 rank.enter()
         elif channel.awaits_place:
@@ -494,30 +452,8 @@ class WorkerGroup:
 
     def _report_set_up(self) -> None:
         """Post that all ranks have set up and wait, if so."""
-        if self._is_waiting and self._move is None and all(each.awaits_place for each in self._channels()):
-            self._post(WorkersReady(self._group))
-
-    def _ranks_started(self) -> RanksStarted | None:
-        """Return the event that all ranks have completed their first step, once. The caller holds the lock."""
-        reports = [channel.started for channel in self._channels()]
-        if self._has_started or None in reports:
-            return None
-        self._has_started = True
-        latest = {
-            name: max(getattr(started, name) for started in reports)
-            for name in ("entered", "joined", "loaded", "stepped", "step")
-        }
-        can_move = all(channel.can_move for channel in self._channels())
-        return RanksStarted(group=self._group, can_move=can_move, **latest)
-
-    def _ranks_quiesced(self) -> RanksQuiesced | None:
-        """Return the event that all ranks are quiesced for another handoff, with snapshots. With the lock held."""
-        reports = {channel.quiesced for channel in self._channels()}
-        quiesced = reports.pop()
-        if reports or quiesced is None or quiesced.handoff <= self._quiesced_handoff:
-            return None
-        self._quiesced_handoff = quiesced.handoff
-        return RanksQuiesced(self._group, quiesced.handoff, quiesced.step, is_shared=False)
+        if self._local.have_set_up:
+            self._post(WorkersReady(self._local.group))
 
     def _post_quiesced(self, quiesced: RanksQuiesced) -> None:
         self._post(quiesced)
@@ -530,7 +466,7 @@ class WorkerGroup:
     def on_exit(self, rank: LocalRank, exited: Exited) -> None:
         """Record and post that the main process of a rank has ended."""
         rank.has_exited = True
-        if _is_cause(exited) and not rank.unreadable:
+        if is_cause(exited) and not rank.unreadable:
             rank.cause = exited
         self._post(
             WorkerExited(
@@ -553,27 +489,7 @@ class WorkerGroup:
         """Record that no process of a rank is left. Post that the group is gone if it was the last."""
         with self._lock:
             rank.is_gone = True
-            is_last = all(other.is_gone for other in self._ranks)
+            is_last = self._local.are_gone
         if is_last:
             self.snapshots.end()
-            self._post(WorkersGone(group=self._group))
-
-
-def _has_console(rank: LocalRank, streams: AbstractSet[int] = frozenset({2})) -> bool:
-    return rank.command.console_prefix is not None and streams <= {*rank.command.console_streams}
-
-
-def _is_cause(exited: Exited) -> bool:
-    """Whether a rank failed by itself, printed a reason, and did not merely lose a peer."""
-    if is_peer_lost(f"{exited.error}\n{exited.tail}", exited.signal):
-        return False
-    return bool(exited.error) or (bool(exited.tail.strip()) and exited.exit_code not in {None, 0, EXIT_RESTART})
-
-
-def _snapshot_memories(ranks: tuple[LocalRank, ...]) -> dict[int, RankMemory]:
-    """Return each rank's memory for snapshots, by rank."""
-    return {
-        rank.command.rank: RankMemory(process.memory, process.replicated_event, process.page)
-        for rank in ranks
-        if (process := rank.process) and process.memory is not None and process.replicated_event is not None
-    }
+            self._post(WorkersGone(group=self._local.group))

@@ -60,7 +60,7 @@ class Bench:
 
     @property
     def worker_pid(self) -> int:
-        rank = self.workers._ranks[0].process
+        rank = self.workers.ranks[0].process
         assert rank
         wait_for(lambda: rank.worker_pid, "the worker's pid")
         return rank.worker_pid

@@ -100,12 +100,12 @@ class Bench:
         return self.tmp / f"{rank}.log"
 
     def pid(self, rank: int) -> int:
-        process = self.workers._ranks[rank].process
+        process = self.workers.ranks[rank].process
         assert process
         return process.worker_pid
 
     def step(self, rank: int) -> int:
-        return self.workers._ranks[rank].step
+        return self.workers.ranks[rank].step
 
     def until(self, is_wanted: Callable[[Event], bool], what: str) -> list[Event]:
         """Return all events up to the one that is wanted."""

@@ -233,7 +233,7 @@ def test_a_worker_that_does_not_use_handoffs_is_terminated_at_once(bench: Bench)
 def test_sigterm_is_sent_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is requested, and whatever wakes the thread: many scripts give up at a second SIGTERM."""
     bench.start("exec sleep 1000")
-    rank = bench.workers._ranks[0].process
+    rank = bench.workers.ranks[0].process
     assert rank
     sent: list[bytes] = []
     monkeypatch.setattr(rank, "_send", sent.append)
@@ -291,7 +291,7 @@ def test_the_page_counts_what_a_worker_writes(bench: Bench) -> None:
     """Output of both streams is counted while the worker runs: a script that prints does not hang."""
     os.mkfifo(bench.tmp / "fifo")
     bench.start("printf 12345; printf 678 >&2; read line < fifo; printf 9")
-    rank = bench.workers._ranks[0].process
+    rank = bench.workers.ranks[0].process
     assert rank
     wait_for(lambda: rank.page.output == 8, "the first output to be counted")
     (bench.tmp / "fifo").write_text("go\n")

@@ -82,7 +82,7 @@ class Bench:
         return self.log(rank).read_text() if self.log(rank).exists() else ""
 
     def process(self, rank: int = 0) -> RankProcess:
-        process = self.workers._ranks[rank].process
+        process = self.workers.ranks[rank].process
         assert process
         return process
 

@@ -49,7 +49,7 @@ class Bench:
 
     @property
     def guardian_pid(self) -> int:
-        process = self.workers._ranks[0].process
+        process = self.workers.ranks[0].process
         assert process
         return process.guardian_pid
 
