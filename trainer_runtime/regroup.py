@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 
 from trainer_runtime import contract
 from trainer_runtime.agent_channel import milestones
+from trainer_runtime.agreement import are_same_on_all_ranks, digest_of_learning_rates, digest_of_parameters
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.connections import connections
-from trainer_runtime.dist import is_main, join_again, membership, rank, sum_over_ranks, world_size
+from trainer_runtime.dist import is_main, join_again, membership, rank, world_size
 from trainer_runtime.group_end import GroupEnd, listen_for_group_end
 from trainer_runtime.set_up import set_up
 from trainer_runtime.snapshot_memory import replace_snapshot_memory
@@ -63,6 +64,7 @@ class Regrouping:
         """What the agent was last told; None: nothing yet."""
         self.hooks: list[Callable[[int, int], object]] = []
         """Called with the rank and the world size after each change."""
+        self._has_warned = False
         self.is_run = False
         """The script trains within `State.run`."""
 
@@ -139,6 +141,30 @@ class Regrouping:
                     "state.run(): changes of the group restart this script as without it: "
                     + (why_not or "state.steps() was given neither a tr.DataLoader nor range(n)")
                 )
+
+    def find_disagreement(self) -> str:
+        """Return why the ranks, which have taken a step, must not train on; empty: they may. A collective with `run`.
+
+        If only their parameters differ, a line says so: a script may average them later.
+        """
+        if not self.is_run or world_size() == 1 or self._contents.shards is not None:
+            return ""
+        rates = digest_of_learning_rates(self._contents.of_type(Optimizer))
+        parameters = digest_of_parameters(self._contents.by_type(nn.Module).values())
+        same_rates, same_parameters = are_same_on_all_ranks(rates, parameters)
+        advice = (
+            "a process that joins sets up alone: let what depends on the rank or the world size be in a function "
+            "registered with state.on_regroup"
+        )
+        if not same_rates:
+            return f"state.run(): after a step, the learning rates in State are not the same on all ranks; {advice}"
+        if not (same_parameters or self._has_warned) and is_main():
+            self._has_warned = True
+            warn(
+                "state.run(): after a step, the parameters in State are not the same on all ranks, and a restart goes "
+                f"on with those of rank 0; {advice}"
+            )
+        return ""
 
     def has_lost_peers(self, sources: Sources) -> bool:
         """Return whether an error may come from the end of the group, and this process can enter the next one."""
@@ -233,8 +259,8 @@ def enter_group(
     on_left()
     join_again()
     count = len(modules)
-    total, squares = sum_over_ranks(count, count * count)
-    if (total, squares) != (count * world_size(), count * count * world_size()):
+    (is_same,) = are_same_on_all_ranks(count)
+    if not is_same:
         raise RuntimeError(
             f"wanted the same modules wrapped in DistributedDataParallel on all ranks, got {count} here and another "
             "number elsewhere: wrap modules before state.run(), and the same on each rank"

@@ -503,6 +503,9 @@ class State:
             saver.capturer.check()
             self._sources.note_commit()
             self._regroup.report(self._sources)
+            if disagreement := self._regroup.find_disagreement():
+                with exit_without_restart(self._channel):
+                    raise RuntimeError(disagreement)
         with exit_without_restart(self._channel):
             self._sources.check()
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel

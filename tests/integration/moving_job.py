@@ -29,7 +29,8 @@ SAMPLES = 119
 GLOBAL_BATCH = 24
 STEPS_PER_EPOCH = 5
 MISDEED = os.environ.get("MISDEED", "")
-"""What a rank does wrong: `raise`, `sleep` or `stop` once, or `catch` each RuntimeError."""
+"""What a rank does wrong: `raise`, `sleep` or `stop` once, `catch` each RuntimeError, or `rate`: follow a learning rate
+that depends on the world in which it has set up."""
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -67,6 +68,14 @@ def set_up(directory: Path, setup_s: float) -> None:
     time.sleep(setup_s)
 
 
+def make_schedule(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return the schedule of the learning rate, which does not depend on the world unless the test wants that."""
+    if MISDEED == "rate":
+        world = dist.get_world_size()
+        return torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0 / world)
+    return torch.optim.lr_scheduler.StepLR(opt, 7, 0.9)
+
+
 def main() -> None:
     """Train."""
     directory, epochs, step_time_s, setup_s = Path(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:5])
@@ -77,7 +86,7 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
     model = DistributedDataParallel(net, bucket_cap_mb=0.001)  # several buckets
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.9)
+    schedule = make_schedule(opt)
     loader = tr.DataLoader(Samples(), global_batch=GLOBAL_BATCH, num_workers=2, persistent_workers=True)
     state = tr.State(model=model, opt=opt, schedule=schedule, data=loader, save_every=1000)
     places = []

@@ -249,6 +249,20 @@ def test_a_script_that_catches_every_error_is_stopped_between_its_steps(
     assert_result(running, undisturbed(running.epochs))
 
 
+def test_ranks_that_follow_other_learning_rates_do_not_train_on(job: Make) -> None:
+    """A newcomer has set up in a world of one, and the function of its schedule has kept that."""
+    running = job()
+    running.epochs = 80
+    running.environ["MISDEED"] = "rate"
+    nodes = [running.start(name, "2:3", command(running)) for name in ("a", "b")]
+    running.wait_for_step(8, world=2)
+    nodes.append(running.start("c", "2:3", command(running)))
+    assert {node.wait(PATIENCE_S) for node in nodes} == {1}
+    said = "".join(node.text() for node in nodes)
+    assert "the learning rates in State are not the same on all ranks" in said
+    assert "state.on_regroup" in said
+
+
 def test_a_newcomer_whose_set_up_fails_disturbs_nobody(job: Make) -> None:
     running = job()
     running.epochs = 80

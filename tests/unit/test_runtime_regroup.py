@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import trainer_runtime as tr
 from trainer_runtime import contract
+from trainer_runtime.agreement import digest_of_learning_rates, digest_of_parameters
 from trainer_runtime.connections import Connections
 from trainer_runtime.dist import join_again, membership
 from trainer_runtime.group_end import GroupEnd
@@ -186,3 +187,17 @@ def test_a_process_that_sets_up_alone_knows_its_place_and_is_not_the_main_one(mo
     join_again()
     assert (tr.rank(), tr.world_size(), tr.is_main()) == (0, 1, True)
     assert not membership.is_alone
+
+
+def test_a_digest_shows_another_learning_rate_and_another_parameter() -> None:
+    module = nn.Linear(300, 7)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    rates, parameters = digest_of_learning_rates([optimizer]), digest_of_parameters([module])
+    assert rates == digest_of_learning_rates([optimizer])
+    assert parameters == digest_of_parameters([module])
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert rates != digest_of_learning_rates([optimizer])
+    with torch.no_grad():
+        module.bias += 1
+    assert parameters != digest_of_parameters([module])
+    assert max(rates, parameters) < 2**24
