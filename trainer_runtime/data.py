@@ -21,6 +21,7 @@ from trainer_runtime import dist
 from trainer_runtime.fetching import KeyedDataset
 from trainer_runtime.position import ENOUGH_ITEMS
 from trainer_runtime.sampling import Batching, MicroBatch, SamplePosition, cut, epoch_order
+from trainer_runtime.set_up import set_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,16 +128,23 @@ class DataLoader:
     @property
     def global_batch(self) -> int:
         """Samples of a full step over all ranks."""
+        self._note_reader()
         return self._size if self.batch_size is None else self._size * dist.world_size()
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a complete epoch, in this world."""
+        self._note_reader()
         return self._batching().count_steps(self._length)
 
     def __len__(self) -> int:
         """Return the number of batches that this rank takes in a complete epoch, in this world."""
+        self._note_reader()
         return self._batching().count_micro_batches(self._length, dist.world_size())
+
+    def _note_reader(self) -> None:
+        if self.varies_with_world:
+            set_up.note_reader(above=1)
 
     @property
     def weight(self) -> float:

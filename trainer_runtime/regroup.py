@@ -60,6 +60,8 @@ class Regrouping:
         """The parameters, and whether each was to be trained then."""
         self._wrapped: WeakSet[nn.Module] = WeakSet()
         """The modules that were wrapped in DistributedDataParallel then."""
+        self._has_gradients, self._dtype = True, torch.get_default_dtype()
+        """Torch's modes then."""
         self._can_move: bool | None = None
         """What the agent was last told; None: nothing yet."""
         self.hooks: list[Callable[[int, int], object]] = []
@@ -83,6 +85,7 @@ class Regrouping:
         self._training = {each: each.training for module in modules for each in module.modules()}
         self._trained = {each: each.requires_grad for module in modules for each in module.parameters()}
         self._wrapped = WeakSet(wrapped_modules())
+        self._has_gradients, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
 
     def enter_first_group(self) -> None:
         """Enter the group, if this process has set up in a world of its own."""
@@ -129,7 +132,8 @@ class Regrouping:
         can_move = not why_not and sources.can_move
         if self._can_move is None and set_up.read_at and is_main():
             warn(
-                f"state.run(): the script asks for its rank or the world size at {set_up.read_at}, before its steps: "
+                f"state.run(): the script asks for its rank, the world size or what follows from it at "
+                f"{set_up.read_at}, before its steps: "
                 "that does not run again as the group changes, and in a process that joins is_main() is false on every "
                 "rank while it sets up. Let what depends on them be in a function registered with state.on_regroup"
             )
@@ -170,14 +174,14 @@ class Regrouping:
         """Return whether an error may come from the end of the group, and this process can enter the next one."""
         return bool(self._can_move) and sources.can_move and (self.is_over or connections.are_broken())
 
-    def await_place(self, held: RuntimeError | None) -> Move:
+    def await_place(self, held: Exception | None) -> Move:
         """Wait until the agent sends this process, whose group is broken, into the next one.
 
         Args:
             held: what the broken group has raised; None: nothing.
 
         Raises:
-            RuntimeError: `held`: the agent knows of no reason why the group should be over.
+            Exception: `held`: the agent knows of no reason why the group should be over.
         """
         assert self._channel is not None  # noqa: S101 - only ranks of an agent can move
         if held is not None:  # before the place is asked for: it belongs to the output of the group that is over
@@ -192,6 +196,8 @@ class Regrouping:
 
     def reset_modules(self) -> None:
         """Undo what a step that does not count has left, beside what State restores."""
+        torch.set_grad_enabled(self._has_gradients)
+        torch.set_default_dtype(self._dtype)
         for module, is_training in self._training.items():
             module.training = is_training
         for parameter, is_trained in self._trained.items():

@@ -55,11 +55,11 @@ class _SetUp:
         yield
         self._originals = originals
 
-    def note_reader(self) -> None:
-        """Note the caller of the function that calls this, if it is the script's own code."""
+    def note_reader(self, above: int = 0) -> None:
+        """Note the caller of the function that calls this, or of one `above` that, if it is the script's own code."""
         if not self._originals or self.read_at:
             return
-        frame = sys._getframe(2)  # noqa: SLF001 - as `inspect` does
+        frame = sys._getframe(2 + above)  # noqa: SLF001 - as `inspect` does
         path = frame.f_code.co_filename
         if not (path.startswith((_OWN, "<", f"{sys.base_prefix}/lib")) or "site-packages" in path):
             self.read_at = f"{Path(path).name}:{frame.f_lineno}"

@@ -308,25 +308,25 @@ class State:
             )
         self._regroup.begin()
         while True:
-            held: RuntimeError | None = None
+            held: Exception | None = None
             try:
                 return train()
             except GroupOverError:
                 pass
-            except RuntimeError as error:
+            except Exception as error:
                 if not self._regroup.has_lost_peers(self._sources):
                     raise
                 held = error
             self._begin_again(held)
 
-    def _begin_again(self, held: RuntimeError | None) -> None:
+    def _begin_again(self, held: Exception | None) -> None:
         """Leave the broken group and enter the next one; `restore` restores there what was saved.
 
         Args:
             held: what `train` raised; None: the agent has said that the group is over.
 
         Raises:
-            RuntimeError: `held`: the agent knows of no reason why the group should be over.
+            Exception: `held`: the agent knows of no reason why the group should be over.
             SystemExit: the next group could not be entered.
         """
         connections.shut_down()  # so that the other ranks raise too
@@ -481,6 +481,8 @@ class State:
         """
         if self._saver is None:
             return
+        if sys.exception() is not None and self._regroup.has_lost_peers(self._sources):  # the others do not save
+            raise GroupOverError
         if self._pos.is_drawn_out and sys.exception() is None:  # in a `finally` the body may be incomplete
             with exit_without_restart(self._channel):
                 self._sources.check_closed()

@@ -1,8 +1,8 @@
 """The modules that a script has wrapped in DistributedDataParallel, so that they can be wrapped again in another group.
 
 DistributedDataParallel keeps its process group for life, and what it sends is laid out for it. So a module is wrapped
-again by `__init__`, on the same object and with the same arguments. The script's hooks, and its `training` flag, are
-put back.
+again by `__init__`, on the same object and with the same arguments. What the script has added to it, its hooks, and its
+`training` flag are put back.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ _FOREIGN = ("process_group", "device_mesh", "mixed_precision", "delay_all_reduce
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
 
 
+_REGISTERS = ("_modules", "_parameters", "_buffers")
+
+
 @dataclass(frozen=True, slots=True)
-class _Arguments:
-    """Of `DistributedDataParallel.__init__`, without the module."""
+class _Wrapping:
+    """How a module was wrapped."""
 
     positional: tuple[Any, ...]
+    """Arguments of `DistributedDataParallel.__init__`, without the module."""
     named: dict[str, Any]
+    attributes: frozenset[str]
+    """What `__init__` has set. Everything else was added by the script."""
 
 
-_wrapped: WeakKeyDictionary[DistributedDataParallel, _Arguments] = WeakKeyDictionary()
+_wrapped: WeakKeyDictionary[DistributedDataParallel, _Wrapping] = WeakKeyDictionary()
 """The modules that are wrapped, in the order in which they were."""
 
 
@@ -40,7 +46,8 @@ def record_wrapping() -> None:
     @functools.wraps(wrap)
     def wrap_and_record(self: DistributedDataParallel, module: nn.Module, *given: Any, **named: Any) -> None:  # noqa: ANN401
         wrap(self, module, *given, **named)
-        _wrapped[self] = _Arguments(given, named)
+        attributes = _wrapped[self].attributes if self in _wrapped else frozenset(vars(self))
+        _wrapped[self] = _Wrapping(given, named, attributes)
 
     DistributedDataParallel.__init__ = wrap_and_record  # type: ignore[method-assign]
 
@@ -52,8 +59,8 @@ def wrapped_modules() -> list[DistributedDataParallel]:
 
 def find_unusual_wrapping() -> str:
     """Return why a module cannot be wrapped again; empty: all can."""
-    for module, arguments in _wrapped.items():
-        foreign = next((name for name in _FOREIGN if arguments.named.get(name)), None)
+    for module, wrapping in _wrapped.items():
+        foreign = next((name for name in _FOREIGN if wrapping.named.get(name)), None)
         if foreign:
             return f"a module is wrapped in DistributedDataParallel with {foreign}"
         if module._comm_hooks:  # noqa: SLF001 - no public name
@@ -63,10 +70,14 @@ def find_unusual_wrapping() -> str:
 
 def wrap_again(module: DistributedDataParallel) -> None:
     """Wrap a module again, in the present process group; a collective."""
-    arguments = _wrapped[module]
-    kept = {name: getattr(module, name) for name in _HOOKS}
+    wrapping = _wrapped[module]
+    kept = {name: value for name, value in vars(module).items() if name in _HOOKS or name not in wrapping.attributes}
+    registers = {name: dict(vars(module)[name]) for name in _REGISTERS}
+    transient = set(module._non_persistent_buffers_set)  # noqa: SLF001 - torch's own module keeps it there
     is_training = module.training
-    DistributedDataParallel.__init__(module, module.module, *arguments.positional, **arguments.named)
-    for name, hooks in kept.items():
-        setattr(module, name, hooks)
+    DistributedDataParallel.__init__(module, module.module, *wrapping.positional, **wrapping.named)
+    vars(module).update(kept)
+    for name, register in registers.items():
+        vars(module)[name].update(register)
+    module._non_persistent_buffers_set.update(transient)  # noqa: SLF001 - as above
     module.training = is_training

@@ -592,6 +592,11 @@ class ClusterView:
         return frozenset(each.identity for each in self.statuses if each.can_move)
 
     @cached_property
+    def started(self) -> frozenset[Identity]:
+        """Members whose ranks have made a step in this group."""
+        return frozenset(each.identity for each in self.transitions if each.stepped_s is not None)
+
+    @cached_property
     def inventories(self) -> tuple[Inventory, ...]:
         """Of the members that have reported theirs, by node id; likewise below."""
         return tuple(each.inventory for each in self.statuses if each.inventory is not None)

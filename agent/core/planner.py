@@ -27,9 +27,11 @@ from what changed, so a missed or repeated event does no harm. The rules:
   longer delays.
 - A group whose ranks make no step is ended as if one rank, the one that the others wait for, had failed (`hangs.py`).
 - If groups are entered in place, the ranks of the other nodes keep their processes after a failure. If these nodes are
-  enough, they go on without the node that failed, and it joins again once it has set up.
+  enough, they go on without the nodes that failed, and these join again once they have set up. If ranks that have just
+  entered a group in place fail by themselves before they make a step, the next group is started anew.
 - A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
-- If groups are entered in place, newcomers are admitted once they have set up. Otherwise a growth restarts every rank,
+- If groups are entered in place, newcomers are admitted once they have set up, and once the group has made a step:
+  ranks that have not cannot move. Otherwise a growth restarts every rank,
   so the group trains on until the standby processes of new and present members are ready, since a rank would otherwise
   spend seconds on imports first; for a minute at most. A loss or a failure does not wait
   for standby processes.
@@ -40,11 +42,12 @@ from what changed, so a missed or repeated event does no harm. The rules:
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import msgspec
 
-from agent.core.budget import EARLY_S, FailureCount, agent_exit_code, back_off_s, counts, is_own
+from agent.core.budget import EARLY_S, FailureCount, agent_exit_code, back_off_s, counts, highest_step, is_own
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
@@ -251,7 +254,9 @@ class _Planner(Gathering):
         new = {each.node_id for each in self.tally().left_out} - {each.node_id for each in group.left_out}
         reason = msgspec.structs.replace(reason, unreachable=without, left_out=tuple(sorted(new)))
         is_excused = is_partition_cause and (failure.is_peer_lost or failure.hang is not None)
-        return self._replace(group, "failed", reason, is_failure=is_charged and not is_excused, failed=report.node_id)
+        own = {each.node_id for each in self.view.exits if each.failure is not None and is_own(each.failure)}
+        failed = frozenset({*own, report.node_id})
+        return self._replace(group, "failed", reason, is_failure=is_charged and not is_excused, failed=failed)
 
     def _end_without_restart(
         self, group: Group, reason: WorkersFailed, failure: Failure, silent: list[Member]
@@ -289,8 +294,16 @@ class _Planner(Gathering):
         since = (self.seen.reported_since, self.seen.stalled_since)
         return min((each for each in since if each is not None), default=self.now)
 
-    def _replace(self, group: Group, cause: Cause, reason: GroupReason, *, is_failure: bool, failed: str = "") -> Plan:
-        """Form the next group after a failure or a loss. `failed`: the node whose ranks failed, if its agent lives."""
+    def _replace(
+        self,
+        group: Group,
+        cause: Cause,
+        reason: GroupReason,
+        *,
+        is_failure: bool,
+        failed: AbstractSet[str] = frozenset(),
+    ) -> Plan:
+        """Form the next group after a failure or a loss. `failed`: nodes whose ranks failed, if their agents live."""
         failures = self.tally(is_failure=is_failure)
         found = first_failure(self.view.exits)
         if is_failure and found is not None:
@@ -310,16 +323,17 @@ class _Planner(Gathering):
             return self.form((), "wait", reason, is_failure=is_failure)
         return self.form(members, cause, reason, is_failure=is_failure)
 
-    def _without(self, group: Group, failed: str, failures: FailureCount) -> tuple[Member, ...]:
-        """The members that go on without the node whose ranks failed, which joins again once these have set up.
+    def _without(self, group: Group, failed: AbstractSet[str], failures: FailureCount) -> tuple[Member, ...]:
+        """The members that go on without the nodes whose ranks failed, which join again once these have set up.
 
-        Empty: all are to wait for it, since too few others can train, or since the job has failed twice without
-        progress: the cause may be in the data, and not in the node.
+        Empty: all are to wait for them, since too few others can train, or since the job has failed twice at the same
+        step: the cause may be in the data, and not in the node.
         """
-        if not (failed and self.spec.in_place) or failures.restarts > 1:
+        is_same_step = highest_step(group, self.view.exits) <= group.step
+        if not (failed and self.spec.in_place) or (failures.restarts > 1 and is_same_step):
             return ()
-        found = self.lineup(self.spec.np_max + 1)
-        others = tuple(member for member in found if member.node_id != failed)[: self.spec.np_max]
+        found = self.lineup(self.spec.np_max + len(failed))
+        others = tuple(member for member in found if member.node_id not in failed)[: self.spec.np_max]
         stay = [member for member in others if group.node_rank(member.identity) is not None]
         can_move = bool(stay) and all(member.identity in self.view.movable for member in stay)
         return others if can_move and len(others) >= required(self.spec, group) else ()
@@ -361,7 +375,9 @@ class _Planner(Gathering):
             members = self.lineup(goal)
             return self.change(group, members, "scale", Requested(what="np", np=self.spec.np))
         grown = self.lineup(goal)
-        if can_grow(self.view):
+        # A group that is entered in place makes a step first: ranks that have not cannot move, and would be ended.
+        is_ready = not group.in_place or all(member.identity in self.view.started for member in group.members)
+        if is_ready and can_grow(self.view):
             return self._grow(group, grown)
         if size < self.spec.np_min:
             return Plan(None, Training(nodes=size, np=self.spec.np, missing=goal - len(grown)))

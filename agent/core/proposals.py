@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from agent.core import lineage, rank_order
 from agent.core.backoff import doubled_s
 from agent.core.budget import FailureCount, highest_step, tally
+from agent.core.causes import first_failure
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.handoff import PlannedChange, prepare_change
 from agent.core.member_status import MemberStatus
@@ -195,9 +196,18 @@ class Proposals:
             left_out=failures.left_out,
             failed_reads=failures.failed_reads,
             script_error=failures.script_error,
-            in_place=self.spec.in_place and bool(members),
+            in_place=bool(members) and self._may_enter_in_place(is_failure=is_failure),
         )
         return Plan(group, reason)
+
+    def _may_enter_in_place(self, *, is_failure: bool) -> bool:
+        """Whether groups are entered in place, and ranks that did so last have not failed by themselves at once."""
+        last, found = self.group, first_failure(self.view.exits)
+        if not (is_failure and last is not None and last.in_place and found is not None):
+            return self.spec.in_place
+        is_by_itself = found[1].signal is None
+        has_begun = highest_step(last, self.view.exits) > last.step
+        return self.spec.in_place and (has_begun or not is_by_itself)
 
     def _newcomers(self, members: tuple[Member, ...]) -> tuple[str, ...]:
         """Ids of the nodes that are not in the current group."""

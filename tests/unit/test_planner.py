@@ -14,6 +14,8 @@ from statuses import statuses
 from agent.core.budget import back_off_s, is_peer_lost, tally
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import Refresh, RestoredRecords
+from agent.core.incident import TransitionReport
+from agent.core.member_status import MemberStatus
 from agent.core.model import (
     CachedRecords,
     Checkpoint,
@@ -863,3 +865,57 @@ def test_a_rank_that_waited_at_the_store_for_others_is_not_at_fault() -> None:
     assert is_peer_lost(late, signal=None)
     assert not is_peer_lost(late, signal=SIGKILL)
     assert not is_peer_lost("TimeoutError: 11 seconds waiting for clients of the upload", signal=None)
+
+
+def in_place(seen: ClusterView, *started: str) -> ClusterView:
+    """The same, in a job whose groups are entered in place; the ranks of these nodes have made a step, and can move."""
+    assert seen.spec is not None
+    assert seen.group is not None
+    here = {each.node_id: each for each in seen.statuses}
+    for name in started:
+        status = here.get(name) or MemberStatus(group=1, node_id=name, incarnation="i1")
+        moved = TransitionReport(group=1, node_id=name, incarnation="i1", stopped_s=0.0, stepped_s=1.0)
+        here[name] = msgspec.structs.replace(status, can_move=True, transition=moved)
+    return replace(
+        seen,
+        spec=Stored(msgspec.structs.replace(seen.spec.value, in_place=True), 1, 1),
+        group=Stored(msgspec.structs.replace(seen.group.value, in_place=True), 10, 10),
+        nodes=tuple(replace(n, value=msgspec.structs.replace(n.value, is_set_up=True)) for n in seen.nodes),
+        statuses=tuple(here[name] for name in sorted(here)),
+    )
+
+
+def four(*failures: ExitReport, restarts: int = 0, step: int = 0) -> ClusterView:
+    nodes = [node(name, age) for age, name in enumerate("abcd", start=5)]
+    return view(spec(1, 4), *nodes, now=group(*"abcd", restarts=restarts, step=step), reports=failures)
+
+
+def test_the_others_go_on_without_all_nodes_that_failed() -> None:
+    planned = decide(in_place(four(failed("b", step=5), failed("d", step=5)), "a", "c"))
+    assert names(planned) == ["a", "c"]
+
+
+@pytest.mark.parametrize(("step", "expected"), [(9, ["a", "c", "d"]), (8, ["a", "c", "d", "b"])])
+def test_they_do_after_each_failure_unless_it_is_at_the_same_step_again(step: int, expected: list[str]) -> None:
+    """The cause of the same failure at the same step may be a sample: then all wait for that node."""
+    seen = four(failed("b", step=step, step_s=0.001), restarts=2, step=8)
+    planned = decide(in_place(seen, "a", "c", "d"), after_s=60.0)
+    assert sorted(names(planned)) == sorted(expected)
+
+
+def test_a_group_that_is_entered_in_place_grows_once_it_has_made_a_step() -> None:
+    """Ranks that have made none cannot move, and would be ended."""
+    seen = view(spec(1, 2), node("a", 5), node("b", 6), now=group("a"))
+    assert decide(in_place(seen), after_s=60.0).action is None
+    assert isinstance(decide(in_place(seen, "a"), after_s=60.0).action, HandoffRequest | Group)
+
+
+@pytest.mark.parametrize(("signal", "is_again"), [(None, False), (9, True)])
+def test_after_ranks_that_fail_as_they_have_moved_all_start_anew(signal: int | None, *, is_again: bool) -> None:
+    """What fails by itself at once may work in a new process; what was killed says nothing about it."""
+    report = failed("a")
+    assert report.failure is not None
+    report = msgspec.structs.replace(report, failure=msgspec.structs.replace(report.failure, signal=signal))
+    planned = decide(in_place(view(spec(2), node("a", 5), node("b", 6), now=group("a", "b"), reports=(report,))))
+    assert isinstance(planned.action, Group)
+    assert planned.action.in_place is is_again

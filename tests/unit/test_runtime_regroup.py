@@ -142,6 +142,28 @@ def test_a_module_is_wrapped_again_with_its_arguments_hooks_and_mode() -> None:
     assert torch.equal(weight.grad, torch.ones(1, 2))
 
 
+class Headed(DistributedDataParallel):
+    """A wrapper with a part of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.head = nn.Linear(1, 1)
+
+
+@pytest.mark.usefixtures("world")
+def test_what_a_script_has_added_to_a_wrapped_module_stays() -> None:
+    module = Headed(nn.Linear(2, 1))
+    module.criterion = nn.MSELoss()
+    module.note = "mine"
+    module.register_buffer("count", torch.ones(1), persistent=False)
+    head, criterion, state = module.head, module.criterion, set(module.state_dict())
+    for _ in range(2):
+        enter_group({}, [], lambda: None)
+        assert (module.head, module.criterion, module.note) == (head, criterion, "mine")
+        assert torch.equal(module.count, torch.ones(1))
+        assert set(module.state_dict()) == state
+
+
 @pytest.mark.usefixtures("world")
 def test_what_cannot_be_moved_is_named() -> None:
     assert find_obstacle([]) == ""
@@ -167,6 +189,13 @@ def test_where_a_set_up_reads_its_rank_is_noted_and_torchs_functions_come_back()
     for ask in (dist.get_rank, dist.get_world_size, tr.rank, tr.world_size, tr.is_main):
         set_up.read_at = ""
         ask()
+        assert set_up.read_at.startswith("test_runtime_regroup.py:")
+    fixed, varying = (tr.DataLoader(range(16), **size) for size in ({"global_batch": 4}, {"batch_size": 4}))
+    for read in (len, lambda loader: loader.steps_per_epoch, lambda loader: loader.global_batch):
+        set_up.read_at = ""
+        read(fixed)
+        assert not set_up.read_at, "it is the same in every world"
+        read(varying)
         assert set_up.read_at.startswith("test_runtime_regroup.py:")
     set_up.end()
     assert dist.get_rank is not noting
