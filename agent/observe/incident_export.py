@@ -74,6 +74,8 @@ class ExportedIncident(Record, frozen=True, kw_only=True):
     np: str
     commits: bool
     """Whether the script commits steps, so that a handoff is possible."""
+    in_place: bool = False
+    """Whether groups of this job are entered in place."""
     nodes: tuple[IncidentMember, ...]
     """Members of the previous group in rank order. Empty: nobody trained."""
     spares: tuple[IncidentMember, ...]
@@ -101,6 +103,7 @@ def exported_incident(job_id: str, spec: Spec, incident: Incident, before: Incid
         job_id=job_id,
         np=_np(spec, incident, old, faults),
         commits=incident.step > 0 or incident.step_s > 0.0,
+        in_place=spec.in_place,
         nodes=old,
         spares=() if is_joined else new,
         faults=faults,

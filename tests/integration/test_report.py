@@ -21,7 +21,7 @@ from agent.rehearse.cluster import wait_for
 figures = pytest.importorskip("agent.observe.report.figures", reason="the extra `report` is not installed")
 from agent.observe.report import page  # noqa: E402 - draws, too
 
-_CAUSES = ("start", "failed", "lost", "scale")
+_CAUSES = ("start", "failed", "join", "lost", "scale")
 _EVIL = "<img src=x onerror=\"document.title='taken over'\"><script>document.title = 'taken over'</script>"
 
 
@@ -46,7 +46,7 @@ def told(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             job.join(name, "1:3")
         job.wait_for_step(5, world=3)
         job.nodes["b"].kill_worker()
-        wait_for_incident(job, "failed")
+        wait_for_incident(job, "join")  # the others went on without its node, and it came back
         job.nodes["c"].kill()
         wait_for_incident(job, "lost")
         job.scale("1")
@@ -156,7 +156,7 @@ def test_incidents_of_a_real_job_come_again_in_the_simulation(told: Job) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("incident", "export", "77"), "has no record of group 77; recorded groups: 1, 2, 3, 4"),
+        (("incident", "export", "77"), "has no record of group 77; recorded groups: 1, 2, 3, 4, 5"),
         (("incident", "export", "x"), "'x' is not a valid integer"),
         (("incident", "export", "--out=no/such/file"), "no/such/file cannot be written: No such file or directory"),
         (("incident", "import"), "'import' is not 'export'"),

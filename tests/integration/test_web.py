@@ -149,12 +149,12 @@ def test_a_kill_is_seen_happen_and_explained(served: Served, visit: Visit) -> No
     known, before = served.status()["group"], int(number(visit, "incidents"))
     served.nodes["b"].kill_worker()
     page = visit.page
-    until(page, f"document.querySelector('#incidents details').dataset.group > {known}")
+    until(page, f"document.querySelector('#incidents details').dataset.group > {known + 1}")  # its node has come back
     until(page, "document.querySelectorAll('.rank.training').length == 2")
-    newest = page.locator("#incidents details").first
-    assert "failed" in str(newest.locator(".cause").text_content())
-    newest.locator("summary").click()
-    assert "SIGKILL" in str(newest.locator("pre").text_content())
+    killed = page.locator(f"#incidents details[data-group='{known + 1}']")
+    assert "failed" in str(killed.locator(".cause").text_content())
+    killed.locator("summary").click()
+    assert "SIGKILL" in str(killed.locator("pre").text_content())
     wait_for(lambda: int(number(visit, "incidents")) > before, PATIENCE_S, "the incident to be counted")
 
 

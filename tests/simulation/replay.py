@@ -82,7 +82,8 @@ def replay(situation: ExportedIncident) -> Replayed:
 
 def _beginning(situation: ExportedIncident) -> Iterator[str]:
     """Up to the group that trained before."""
-    yield f"job {situation.np}{' handoff' if situation.commits else ''}"
+    options = {" handoff": situation.commits, " moves": situation.in_place}
+    yield f"job {situation.np}" + "".join(option for option, is_given in options.items() if is_given)
     yield from (_start(place) for place in situation.nodes)
     if situation.nodes:
         yield f"expect training {' '.join(place.node_id for place in situation.nodes)}"
