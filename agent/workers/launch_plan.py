@@ -151,14 +151,14 @@ def _ahead(
         node_rank = len(members) - 1
     group = msgspec.structs.replace(start.group, members=members)
     commands = _commands(group, node_rank, _facts(start, "wait", config), config, environ)
-    return tuple(
-        replace(
-            each,
-            log_path=rank_logs.standby_log_path(each.log_path.parent, members[node_rank].node_id, each.local_rank),
-            console_prefix=None,
-        )
-        for each in commands
-    )
+    return tuple(_as_standby(each, members[node_rank].node_id) for each in commands)
+
+
+def _as_standby(command: RankCommand, node_id: str) -> RankCommand:
+    """The same without an output of the rank's own: that rank is alive."""
+    log_path = rank_logs.standby_log_path(command.log_path.parent, node_id, command.local_rank)
+    env = {**command.env, "TORCHELASTIC_ERROR_FILE": str(rank_logs.error_path(log_path))}
+    return replace(command, env=env, log_path=log_path, console_prefix=None)
 
 
 def _facts(start: fx.StartWorkers | fx.SetUpWorkers | fx.MoveWorkers, setup: str, config: AgentConfig) -> JobFacts:
