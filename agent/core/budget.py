@@ -154,7 +154,8 @@ def is_own(failure: Failure) -> bool:
 def back_off_s(used: int) -> float:
     """The least time between the starts of two groups. `used`: restarts since the last progress. 0 after the first.
 
-    A repeated failure may only need time: a file system may be away, or a device may still be held.
+    A repeated failure may only need time: a file system may be away, or a device may still be held. Not used after a
+    group that made new steps: its failure is another one, and ranks that keep their processes wait meanwhile.
     """
     return 0.0 if used <= 1 else doubled_s(_BACK_OFF_S, used - 2, _BACK_OFF_MAX_S)
 

@@ -314,7 +314,8 @@ class _Planner(Gathering):
                 restarts = self.policy.max_restarts
                 spent = NotRetried(first=first, why="budget", restarts=restarts)
                 return self.finish(EXIT_BUDGET if restarts else code, spent)
-        until = self.seen.group_since + back_off_s(failures.failed_reads or failures.restarts)
+        has_new_steps = highest_step(group, self.view.exits) > group.step
+        until = self.seen.group_since + back_off_s(failures.failed_reads or (0 if has_new_steps else failures.restarts))
         if cause == "failed" and self.now < until:
             counted = 0 if failures.failed_reads else failures.restarts
             return Plan(None, Waiting(what="retry", because=reason, failures=counted), until)

@@ -919,3 +919,12 @@ def test_after_ranks_that_fail_as_they_have_moved_all_start_anew(signal: int | N
     planned = decide(in_place(view(spec(2), node("a", 5), node("b", 6), now=group("a", "b"), reports=(report,))))
     assert isinstance(planned.action, Group)
     assert planned.action.in_place is is_again
+
+
+@pytest.mark.parametrize(("step", "is_at_once"), [(3, True), (0, False)])
+def test_only_a_group_without_a_new_step_is_followed_after_a_while(step: int, *, is_at_once: bool) -> None:
+    """Ranks that keep their processes wait meanwhile, and what has failed after new steps is another failure."""
+    reports = (failed("a", step=step, step_s=0.001),)
+    seen = view(spec(2), node("a", 5), node("b", 6), now=group("a", "b", restarts=5), reports=reports)
+    planned = decide(seen, policy=replace(POLICY, max_restarts=100))
+    assert isinstance(planned.action, Group) is is_at_once
