@@ -300,12 +300,11 @@ class State:
             What `train` returns.
 
         Raises:
-            RuntimeError: the State was restored already, or `run` was called before.
+            RuntimeError: `train` is no function, the State was restored already, or `run` was called before. Under an
+                agent this ends the job: it would happen again.
         """
-        if self._saver is not None or self._regroup.is_run:
-            raise RuntimeError(
-                "wanted state.run() once, before state.restore() and state.epochs(); call these within it"
-            )
+        with exit_without_restart(self._channel):
+            self._require_runnable(train)
         self._regroup.begin()
         while True:
             held: Exception | None = None
@@ -318,6 +317,21 @@ class State:
                     raise
                 held = error
             self._begin_again(held)
+
+    def _require_runnable(self, train: object) -> None:
+        if not callable(train):
+            raise RuntimeError(
+                "wanted the function that trains, state.run(train), not what it has returned: state.run(train()) trains "
+                f"first, without run; got {train!r}"
+            )
+        if self._regroup.is_run:
+            raise RuntimeError(
+                "wanted state.run() once, got a second call: let one function contain all of the training"
+            )
+        if self._saver is not None:
+            raise RuntimeError(
+                "wanted state.run() before state.restore() and state.epochs(): call these within the function given to it"
+            )
 
     def _begin_again(self, held: Exception | None) -> None:
         """Leave the broken group and enter the next one; `restore` restores there what was saved.

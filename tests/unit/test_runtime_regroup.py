@@ -26,6 +26,7 @@ from trainer_runtime.set_up import set_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     Opened = tuple[Connections, socket.socket, socket.socket]
 
@@ -230,3 +231,17 @@ def test_a_digest_shows_another_learning_rate_and_another_parameter() -> None:
         module.bias += 1
     assert parameters != digest_of_parameters([module])
     assert max(rates, parameters) < 2**24
+
+
+@pytest.mark.usefixtures("world")
+def test_what_cannot_be_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    state = tr.State(checkpoint_dir=tmp_path, model=nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"state\.run\(train\), not what it has returned"):
+        state.run(None)
+    assert state.run(lambda: 3) == 3
+    with pytest.raises(RuntimeError, match="a second call"):
+        state.run(lambda: 3)
+    other = tr.State(checkpoint_dir=tmp_path / "other", model=nn.Linear(1, 1))
+    other.restore()
+    with pytest.raises(RuntimeError, match=r"before state\.restore\(\) and state\.epochs\(\)"):
+        other.run(lambda: 3)
