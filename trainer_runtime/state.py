@@ -319,18 +319,17 @@ class State:
             self._begin_again(held)
 
     def _require_runnable(self, train: object) -> None:
+        """Raise RuntimeError, which ends the job instead of a restart, if `run` is not used as it must be."""
         if not callable(train):
-            raise RuntimeError(
-                "wanted the function that trains, state.run(train), not what it has returned: state.run(train()) trains "
-                f"first, without run; got {train!r}"
+            raise RuntimeError(  # noqa: TRY004 - as the others
+                "wanted the function that trains, state.run(train), not what it has returned: state.run(train()) "
+                f"trains first, without run; got {train!r}"
             )
         if self._regroup.is_run:
-            raise RuntimeError(
-                "wanted state.run() once, got a second call: let one function contain all of the training"
-            )
+            raise RuntimeError("wanted one call of state.run(), got a second one: let one function do all the training")
         if self._saver is not None:
             raise RuntimeError(
-                "wanted state.run() before state.restore() and state.epochs(): call these within the function given to it"
+                "wanted state.run() before state.restore() and state.epochs(): call these in the function that it calls"
             )
 
     def _begin_again(self, held: Exception | None) -> None:

@@ -239,7 +239,7 @@ def test_what_cannot_be_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"state\.run\(train\), not what it has returned"):
         state.run(None)
     assert state.run(lambda: 3) == 3
-    with pytest.raises(RuntimeError, match="a second call"):
+    with pytest.raises(RuntimeError, match="got a second one"):
         state.run(lambda: 3)
     other = tr.State(checkpoint_dir=tmp_path / "other", model=nn.Linear(1, 1))
     other.restore()
