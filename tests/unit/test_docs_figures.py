@@ -32,9 +32,9 @@ def test_each_measured_table_names_its_commit_and_date() -> None:
     assert not without_origin(text)
 
 
-def test_the_table_of_the_readme_names_its_commit_and_date() -> None:
+def test_each_table_of_the_readme_names_its_commit_and_date() -> None:
     text = README.read_text(encoding="utf-8")
-    assert len(list(measured_tables(text))) == 1
+    assert len(list(measured_tables(text))) == 2
     assert not without_origin(text)
 
 
