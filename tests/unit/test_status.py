@@ -178,7 +178,7 @@ def test_a_stalled_rank_is_named_with_its_code_location_while_the_job_trains() -
 def test_while_a_retry_backs_off_the_job_has_not_given_up() -> None:
     """The number of failures that are allowed is an option of the agents, which a reader of etcd does not know."""
     failure = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=1.0)
-    failed = ExitReport(group=4, node_id="a", incarnation="i1", step=3, failure=failure)
+    failed = ExitReport(group=4, node_id="a", incarnation="i1", step=0, failure=failure)
     group, here = msgspec.structs.replace(GROUP, restarts=3), msgspec.structs.replace(NODE, incarnation="i1")
     view = replace(TRAINING, handoff=None, nodes=(Stored(here, 1, 1),))
     reason = job_status("job", replace(view, group=Stored(group, 10, 10), statuses=statuses(failed))).reason
