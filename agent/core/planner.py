@@ -31,10 +31,9 @@ from what changed, so a missed or repeated event does no harm. The rules:
   entered a group in place fail by themselves before they make a step, the next group is started anew.
 - A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
 - If groups are entered in place, newcomers are admitted once they have set up, and once the group has made a step:
-  ranks that have not cannot move. Otherwise a growth restarts every rank,
-  so the group trains on until the standby processes of new and present members are ready, since a rank would otherwise
-  spend seconds on imports first; for a minute at most. A loss or a failure does not wait
-  for standby processes.
+  ranks that have not cannot move. Otherwise a growth restarts every rank, so the group trains on until the standby
+  processes of new and present members are ready, since a rank would otherwise spend seconds on imports first; for a
+  minute at most. A loss or a failure does not wait for standby processes.
 - Once a member has finished, no planned change disturbs the others. While the job is paused, no
   group is formed, unless etcd has lost its data.
 - Before a planned change (join, scale, drain) the ranks of the group stop after the same step (`handoff.py`).

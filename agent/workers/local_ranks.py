@@ -71,7 +71,9 @@ class LocalRanks:
     @property
     def have_set_up(self) -> bool:
         """Whether all have set up the script, and wait to be sent into a group."""
-        return self.is_waiting and self.move is None and all(each.awaits_place for each in self.channels)
+        # Not of the channels: a rank whose process could not be started has none.
+        has_asked = (rank.process is not None and rank.process.channel.awaits_place for rank in self.ranks)
+        return self.is_waiting and self.move is None and all(has_asked)
 
     @property
     def may_move(self) -> bool:

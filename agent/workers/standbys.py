@@ -181,6 +181,7 @@ class Standbys:
         self._ahead_failed = False
         """A standby has failed to set up: the others stay warm."""
         self._ahead_shortage = ""
+        """Why standbys do not set up for now: memory is short; empty: it is not."""
         self._preparing = 0
         """Number of times that standbys were prepared: at the start, and each time after they were taken."""
         self._is_preparing = False

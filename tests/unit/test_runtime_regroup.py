@@ -19,9 +19,10 @@ import trainer_runtime as tr
 from trainer_runtime import contract
 from trainer_runtime.agreement import digest_of_learning_rates, digest_of_parameters
 from trainer_runtime.connections import Connections
+from trainer_runtime.contents import Contents
 from trainer_runtime.dist import join_again, membership
 from trainer_runtime.group_end import GroupEnd
-from trainer_runtime.regroup import enter_group, find_obstacle
+from trainer_runtime.regroup import Regrouping, enter_group, find_obstacle
 from trainer_runtime.set_up import set_up
 
 if TYPE_CHECKING:
@@ -245,3 +246,19 @@ def test_what_cannot_be_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
     other.restore()
     with pytest.raises(RuntimeError, match=r"before state\.restore\(\) and state\.epochs\(\)"):
         other.run(lambda: 3)
+
+
+@pytest.mark.usefixtures("world")
+def test_torchs_modes_are_those_that_run_began_with_when_train_is_called_again() -> None:
+    """An evaluation may have been interrupted that had switched gradients off by a call."""
+    regrouping = Regrouping(Contents({"model": nn.Linear(1, 1)}), None, None)
+    regrouping.begin()
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    try:
+        regrouping.reset_modules()
+        assert torch.is_grad_enabled()
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
