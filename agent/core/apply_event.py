@@ -8,10 +8,11 @@ from agent.core import cached_records, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.member_status import WrittenStatus
-from agent.core.model import ClusterView, Result
+from agent.core.model import Result
 from agent.core.observations import follow, observe
 from agent.core.reasons import AskedToEnd, JobOver, NodeIdTaken
 from agent.core.state import AgentState, Leaving
+from agent.core.view import ClusterView
 from agent.errors import EXIT_USAGE
 
 _SIGTERM = 15

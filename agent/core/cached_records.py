@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from agent.core.model import CachedRecords, Checkpoint, ClusterView, Group, Record, RestorePoint, Stored
+from agent.core.model import CachedRecords, Checkpoint, Group, Record, RestorePoint, Stored
+from agent.core.view import ClusterView
 
 R = TypeVar("R", bound=Record)
 
@@ -41,7 +42,7 @@ def remember(cached: CachedRecords | None, view: ClusterView) -> CachedRecords |
 
 def lost_data(view: ClusterView) -> CachedRecords | None:
     """The newest of the records that nodes have cached. None: etcd shows all of them (again)."""
-    published = [node.value.cached for node in view.nodes if node.value.cached is not None]
+    published = [*view.cached]
     if not published:
         return None
     last = max(published, key=lambda cached: cached.number)

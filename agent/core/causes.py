@@ -64,7 +64,7 @@ def with_early_end(group: Group, reports: Sequence[ExitReport]) -> tuple[ExitRep
     reported, because a node that has not may have the cause.
     """
     failures = [report.failure for report in reports if report.failure is not None]
-    places = {member.identity: place for place, member in enumerate(group.members)}
+    places = group.node_ranks
     done = sorted((places[each.identity], each) for each in reports if each.failure is None and each.identity in places)
     are_lost = all(failure.is_peer_lost and is_between_ranks(failure.error) for failure in failures)
     if not done or not failures or not are_lost or not places.keys() <= {each.identity for each in reports}:

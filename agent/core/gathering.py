@@ -33,7 +33,7 @@ class Gathering(PartitionView):
 
     def leaving(self) -> NodeIds:
         """The nodes that were asked to leave and are still here, perhaps because they save what their memory holds."""
-        return tuple(sorted(node.value.node_id for node in self.view.nodes if node.value.is_draining))
+        return tuple(sorted(node.node_id for node in self.view.draining))
 
     def _settle(self, members: tuple[Member, ...]) -> Plan:
         until = min(
@@ -70,4 +70,4 @@ class Gathering(PartitionView):
     def left_out(self) -> NodeIds:
         """The nodes that are here, but left out because of failures."""
         left_out = self.group.left_out if self.group is not None else ()
-        return tuple(sorted(node.value.node_id for node in self.view.nodes if node.value.identity in left_out))
+        return tuple(sorted(who.node_id for who in left_out if who in self.view.present))

@@ -34,8 +34,9 @@ from agent.core.neighbours import neighbours, next_member
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.core.model import Cause, Checkpoint, ClusterView, Group, Member, Policy, Quiesced
+    from agent.core.model import Cause, Checkpoint, Group, Member, Policy, Quiesced
     from agent.core.reasons import GroupReason
+    from agent.core.view import ClusterView
 
 _TIMEOUT_S = 600.0
 """How long a planned change other than a drain waits for a request to be fulfilled."""
@@ -104,10 +105,8 @@ def _quiesced(number: int, view: ClusterView) -> list[Quiesced]:
 
 def can_hand_off(group: Group, view: ClusterView) -> bool:
     """Whether the script of the group commits steps, which it shows when rank 0 asks for the restore point."""
-    first = group.members[0].identity
-    return any(
-        node.value.member.identity == first and node.value.restoring_group == group.number for node in view.nodes
-    )
+    node = view.present.get(group.members[0].identity)
+    return node is not None and node.value.restoring_group == group.number
 
 
 def are_ranks_quiesced(progress: HandoffProgress, policy: Policy, now: float) -> bool:

@@ -41,7 +41,7 @@ def standing(stalls: Sequence[StallReport]) -> tuple[StallReport, ...]:
 
 def in_group(group: Group, stalls: Sequence[StallReport], reports: Sequence[ExitReport]) -> tuple[StallReport, ...]:
     """All stalls, and, if there are any, the ranks of finished nodes, whose agents no longer watch them."""
-    places = {member.identity: place for place, member in enumerate(group.members)}
+    places = group.node_ranks
     done = {report.identity: report for report in reports if report.failure is None and report.identity in places}
     stands = tuple(stall for stall in standing(stalls) if stall.identity not in done)
     finished = tuple(_finished(group, places[who], report) for who, report in done.items())

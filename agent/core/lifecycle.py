@@ -26,12 +26,13 @@ from agent.core import fence, last_checkpoint, neighbours
 from agent.core.apply_event import apply_event, ask_to_leave, held_until, leave_as_asked, should_start_over
 from agent.core.incident import GroupChange, members_of
 from agent.core.local_workers import Patience, Place, follow_group
-from agent.core.model import ClusterView, Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
+from agent.core.model import Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
 from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
 from agent.core.reasons import UnsavedSteps
 from agent.core.state import AgentState
 from agent.core.transitions import due_status
+from agent.core.view import ClusterView
 
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
@@ -43,7 +44,8 @@ Effects = tuple[fx.Effect, ...]
 
 def step(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, Effects]:
     """Apply one event and decide. `now` is the monotonic clock of this node, in seconds."""
-    return _decide(apply_event(state, event, now), now)
+    state = apply_event(state, event, now)
+    return _decide(state, now, is_replanned=isinstance(event, ev.Ticked))
 
 
 def wake_at(state: AgentState, now: float) -> float | None:
@@ -71,11 +73,13 @@ def wake_at(state: AgentState, now: float) -> float | None:
 # Deciding
 
 
-def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
+def _decide(state: AgentState, now: float, *, is_replanned: bool) -> tuple[AgentState, Effects]:
     state = _leave_when_drained(_isolate(state, now), now)
-    planned = _plan(state, now)
-    if planned is not state.planned:
-        state = replace(state, planned=planned)
+    if is_replanned or not _is_plan_current(state, now):
+        planned = _plan(state, now)
+        planned_for = (state.view, state.seen) if planned is not None and state.view is not None else None
+        if planned is not None or state.planned is not None:
+            state = replace(state, planned=planned, planned_for=planned_for)
     decided: Effects = ()
     for decide in (_decide_workers, _decide_links, _decide_verdict, _decide_last_checkpoint, _decide_store):
         state, effects = decide(state, now)
@@ -102,6 +106,15 @@ def _isolate(state: AgentState, now: float) -> AgentState:
     """Leave the group when cut off from etcd and from a member: the others may have gone on without this node."""
     due = _isolate_at(state)
     return state if due is None or now < due else replace(state, life=state.life + 1, links=())
+
+
+def _is_plan_current(state: AgentState, now: float) -> bool:
+    """Whether the last plan was made from the present view. Most events of an agent that leads change nothing there."""
+    planned, made_from = state.planned, state.planned_for
+    if planned is None or made_from is None or state.is_store_lost:
+        return False
+    is_due = planned.wake_at is not None and now >= planned.wake_at
+    return made_from[0] is state.view and made_from[1] is state.seen and not is_due
 
 
 def _plan(state: AgentState, now: float) -> Plan | None:

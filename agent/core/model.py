@@ -1,4 +1,4 @@
-"""The values that decisions are made from: the records in etcd, and a view of all of them.
+"""The records in etcd, from which decisions are made. `view.py` has the view of all of them.
 
 Agents write records for each other. `agent/store/keys.py` defines their keys, and is their only codec. Everything here
 is immutable, and every tuple has a defined order: nothing may depend on the order of a set.
@@ -6,9 +6,10 @@ is immutable, and every tuple has a defined order: nothing may depend on the ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
@@ -27,12 +28,10 @@ from agent.core.bounds import (
     WorldSize,
 )
 from agent.core.reasons import FailedWorker, GroupReason, Hang, ResultReason, UnfitReason
+from agent.core.ring import ring
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from agent.core.incident import GroupChange, Incident, StallReport, TransitionReport
-    from agent.core.member_status import MemberStatus
+    from collections.abc import Mapping
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,13 +40,13 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     v: Literal[1] = 1
 
 
-class MemberRecord(Record, frozen=True, kw_only=True):
+class MemberRecord(Record, frozen=True, kw_only=True, dict=True):
     """Base of the records about one member."""
 
     node_id: NodeId
     incarnation: str
 
-    @property
+    @cached_property
     def identity(self) -> Identity:
         """The member's identity: the same node id with another incarnation is another member."""
         return Identity(self.node_id, self.incarnation)
@@ -96,7 +95,7 @@ class Spec(Record, frozen=True, kw_only=True):
         return str(self.np_max) if self.is_fixed else f"{self.np_min}:{self.np_max}"
 
 
-class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, gc=False):
     """How fast a node detects failures, in seconds: the values in effect, whether derived or chosen."""
 
     detect_within_s: Seconds
@@ -119,7 +118,7 @@ class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 NO_INFO = NodeInfo()
 
 
-class Node(MemberRecord, frozen=True, kw_only=True):
+class Node(MemberRecord, frozen=True, kw_only=True, dict=True):
     """An agent's registration in the job, bound to its lease."""
 
     address: str
@@ -167,12 +166,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
         """Whether the node can be a member of the next group."""
         return not self.is_draining and self.unfit is None
 
-    @property
-    def identity(self) -> Identity:
-        """The identity of its member."""
-        return Identity(self.node_id, self.incarnation)
-
-    @property
+    @cached_property
     def member(self) -> Member:
         """The node as it is recorded in a group."""
         return Member(
@@ -187,7 +181,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
         )
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A node's place in a group. The pair (node_id, incarnation) is its identity."""
 
     node_id: NodeId
@@ -199,14 +193,13 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     link_cert: Fingerprint = ""
     domain: Label = ""
 
-    @property
+    @cached_property
     def identity(self) -> Identity:
         """The member's identity: the same node id with another incarnation is another member."""
         return Identity(self.node_id, self.incarnation)
 
 
-@dataclass(frozen=True, order=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, cache_hash=True, gc=False):
     """(node_id, incarnation)."""
 
     node_id: NodeId
@@ -216,7 +209,7 @@ class Identity:
 Cause = Literal["start", "lost", "failed", "join", "scale", "drain", "restart", "port", "wait"]
 
 
-class Group(Record, frozen=True, kw_only=True):
+class Group(Record, frozen=True, kw_only=True, dict=True):
     """The nodes that train together. Numbers only grow, and a group is never rewritten under its number."""
 
     run: Run
@@ -259,16 +252,32 @@ class Group(Record, frozen=True, kw_only=True):
         """Number of rank processes on all nodes."""
         return sum(member.nproc for member in self.members)
 
+    @cached_property
+    def node_ranks(self) -> Mapping[Identity, int]:
+        """The node rank of each member, in rank order."""
+        return {member.identity: rank for rank, member in enumerate(self.members)}
+
+    @cached_property
+    def _first_ranks(self) -> tuple[int, ...]:
+        return tuple(accumulate((member.nproc for member in self.members), initial=0))
+
+    @cached_property
+    def ring(self) -> tuple[Member, ...]:
+        """The members in the order in which each has links to the two beside it."""
+        return ring(self.members)
+
+    @cached_property
+    def places(self) -> Mapping[Identity, int]:
+        """The place of each member in the ring."""
+        return {member.identity: place for place, member in enumerate(self.ring)}
+
     def node_rank(self, who: Identity) -> int | None:
         """The node rank of a member. None: it is no member."""
-        for rank, member in enumerate(self.members):
-            if member.node_id == who.node_id and member.incarnation == who.incarnation:
-                return rank
-        return None
+        return self.node_ranks.get(who)
 
     def first_rank(self, node_rank: int) -> int:
         """The global rank of the first rank process on that node."""
-        return sum(member.nproc for member in self.members[:node_rank])
+        return self._first_ranks[node_rank]
 
 
 class StateId(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -547,85 +556,6 @@ class Stored(Generic[T]):
     mod_revision: int
     lease_id: int = 0
     """0: none."""
-
-
-@dataclass(frozen=True)
-class Backlog:
-    """What the incidents of the last groups are made from. No decision reads it."""
-
-    changes: tuple[GroupChange, ...] = ()
-    """Of the groups whose incident is not written yet, by number."""
-    statuses: tuple[MemberStatus, ...] = ()
-    """What members of earlier groups reported about them."""
-    incidents: tuple[Stored[Incident], ...] = ()
-    """Of the current group, of the groups in `changes`, and of those before each of them; by number."""
-
-
-@dataclass(frozen=True)
-class ClusterView:
-    """A view of the job's records: everything that a decision may rest on."""
-
-    revision: int
-    """It includes everything written up to this revision, and may include some later writes."""
-    is_whole: bool
-    """False: seen by an agent that does not lead, without the `nodes` and `statuses` of others."""
-    spec: Stored[Spec] | None = None
-    leader: Stored[Leader] | None = None
-    group: Stored[Group] | None = None
-    result: Stored[Result] | None = None
-    restore_point: Stored[RestorePoint] | None = None
-    checkpoint: Stored[Checkpoint] | None = None
-    handoff: Stored[HandoffRequest] | None = None
-    suspects: tuple[Stored[Suspicion], ...] = ()
-    """Ordered by suspect, then by the reporting node."""
-    nodes: tuple[Stored[Node], ...] = ()
-    """Ordered by age (create_revision)."""
-    statuses: tuple[MemberStatus, ...] = ()
-    """What members of the current group reported about it, by node id."""
-    incident: Stored[Incident] | None = None
-    """The one that made the current group. No decision reads it."""
-    backlog: Backlog = field(default_factory=Backlog)
-
-    @cached_property
-    def movable(self) -> frozenset[Identity]:
-        """Members whose ranks can enter the next group without a new process."""
-        return frozenset(each.identity for each in self.statuses if each.can_move)
-
-    @cached_property
-    def started(self) -> frozenset[Identity]:
-        """Members whose ranks have made a step in this group."""
-        return frozenset(each.identity for each in self.transitions if each.stepped_s is not None)
-
-    @cached_property
-    def inventories(self) -> tuple[Inventory, ...]:
-        """Of the members that have reported theirs, by node id; likewise below."""
-        return tuple(each.inventory for each in self.statuses if each.inventory is not None)
-
-    @cached_property
-    def quiesced(self) -> tuple[Quiesced, ...]:
-        """Of members whose ranks stopped for a handoff."""
-        return tuple(each.quiesced for each in self.statuses if each.quiesced is not None)
-
-    @cached_property
-    def transitions(self) -> tuple[TransitionReport, ...]:
-        """How members moved into the group."""
-        return tuple(each.transition for each in self.statuses if each.transition is not None)
-
-    @cached_property
-    def stalls(self) -> tuple[StallReport, ...]:
-        """Of members whose ranks make no step, or made none for a while."""
-        return tuple(each.stall for each in self.statuses if each.stall is not None)
-
-    @cached_property
-    def exits(self) -> tuple[ExitReport, ...]:
-        """Of members whose workers have ended."""
-        return tuple(each.exit for each in self.statuses if each.exit is not None)
-
-    def with_exits(self, exits: Iterable[ExitReport]) -> ClusterView:
-        """Return the view as if its members had reported these exits, and no others."""
-        by_member = {each.identity: each for each in exits}
-        statuses = (msgspec.structs.replace(each, exit=by_member.get(each.identity)) for each in self.statuses)
-        return replace(self, statuses=tuple(statuses))
 
 
 _SAME_WITHIN_S = 5.0

@@ -18,13 +18,14 @@ itself. It is admitted once it reaches all of them.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import ClusterView, Group, Identity, LinkState, Member, Suspicion
+from agent.core.model import Group, Identity, LinkState, Member, Suspicion
 from agent.core.reachability import among_members, is_examined
+from agent.core.ring import ring
+from agent.core.view import ClusterView
 
 SILENT_HEARTBEATS = 3
 """Heartbeats without an answer before a neighbour counts as silent."""
@@ -48,37 +49,19 @@ class LinkView:
 Links = tuple[LinkView, ...]
 
 
-def ring(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """The members of a group, given in rank order, in the order in which each has links to the two beside it.
-
-    If nobody has more than half of them in its fault domain, no two neighbours are in the same one: domains take every
-    second place, the largest first, and then the places between.
-    """
-    domains = Counter(member.domain for member in members)
-    if len(domains) < 2:
-        return members
-    together = sorted(members, key=lambda member: (-domains[member.domain], member.domain))
-    half = (len(members) + 1) // 2
-    places = list(members)
-    places[0::2], places[1::2] = together[:half], together[half:]
-    return tuple(places)
-
-
 def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
     """The members before and after this node in the ring. Empty if the node is no member."""
-    members = ring(group.members)
-    size = len(members)
-    mine = {place for place, member in enumerate(members) if member.identity == me}
-    beside = {(place + step) % size for place in mine for step in (-1, 1)}
-    return tuple(members[place] for place in sorted(beside - mine))
+    mine, size = group.places.get(me), len(group.members)
+    if mine is None:
+        return ()
+    beside = {(mine - 1) % size, (mine + 1) % size} - {mine}
+    return tuple(group.ring[place] for place in sorted(beside))
 
 
 def next_member(group: Group, me: Identity) -> Member | None:
     """The member after this node in the ring, which also holds its large parts. None: there is no other."""
-    members = ring(group.members)
-    size = len(members)
-    after = {member.identity: members[(place + 1) % size] for place, member in enumerate(members)}
-    return after.get(me) if size > 1 else None
+    mine, size = group.places.get(me), len(group.members)
+    return None if mine is None or size == 1 else group.ring[(mine + 1) % size]
 
 
 def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | None) -> tuple[Member, ...]:
@@ -94,11 +77,11 @@ def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | N
     if group.node_rank(me) is not None:
         return neighbours(group, me)
     silent = {link.who for link in links if link.state is LinkState.SILENT}
-    own = next((node.value.member for node in (view.nodes if view else ()) if node.value.identity == me), None)
+    own = view.present.get(me) if view is not None else None
     beside = {group.members[0], group.members[-1]}
     if own is not None:
-        places = ring((*group.members, own))
-        at = places.index(own)
+        places = ring((*group.members, own.value.member))
+        at = places.index(own.value.member)
         beside = {places[at - 1], places[(at + 1) % len(places)]}
     return tuple(member for member in group.members if member in beside or member.identity in silent)
 
@@ -156,8 +139,10 @@ def _suspect(link: LinkView, me: Identity, *, has_had_link: bool) -> Suspicion:
 
 def lost_members(view: ClusterView) -> tuple[Identity, ...]:
     """Members of the current group whose neighbour reports them as lost, in rank order."""
-    ranks = _ranks(view)
     reports = [each for each in among_members(view) if each.is_lost]
+    if view.group is None or not reports:
+        return ()
+    ranks = view.group.value.node_ranks
     lowest = {s.identity: min(ranks[o.accuser] for o in reports if o.identity == s.identity) for s in reports}
     # A member that a lower rank accuses is not believed.
     believed = {s.identity for s in reports if lowest.get(s.accuser, len(ranks)) > ranks[s.accuser]}
@@ -169,12 +154,6 @@ def silent_members(view: ClusterView) -> frozenset[Identity]:
     return frozenset(each.identity for each in among_members(view))
 
 
-def _ranks(view: ClusterView) -> dict[Identity, int]:
-    """The node ranks of the current group."""
-    members = view.group.value.members if view.group is not None else ()
-    return {member.identity: rank for rank, member in enumerate(members)}
-
-
 def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> fx.Evict | None:
     """Return the eviction that this agent must carry out. None: there is none."""
     lost = lost_members(view)
@@ -182,8 +161,8 @@ def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> fx.Evict | Non
         return None
     leader = view.leader
     if is_leader:
-        leases = {node.value.member.identity: node.lease_id for node in view.nodes}
-        return next((fx.Evict(who, leases[who]) for who in lost if leases.get(who)), None)
+        there = (view.present[who] for who in lost if who in view.present)
+        return next((fx.Evict(node.value.identity, node.lease_id) for node in there if node.lease_id), None)
     if leader is None or not leader.lease_id:
         return None
     who = leader.value.identity

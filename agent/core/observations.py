@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agent.core.cached_records import lost_data
 from agent.core.handoff import HandoffProgress, note
 from agent.core.hangs import is_due, standing
-from agent.core.model import ClusterView, Identity, Member, Suspicion
-from agent.core.rank_order import can_grow
+from agent.core.model import Identity, Member, Suspicion
 from agent.core.reachability import among_members, partitioned
+from agent.core.view import ClusterView
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Observations:
     A new leader has no observations of its predecessor. That only delays its decisions.
     """
 
-    nodes: tuple[tuple[Identity, float], ...] = ()
+    nodes: Mapping[Identity, float] = field(default_factory=dict)
     """Each node that is present, and when it was first seen."""
     group: int | None = None
     """Number of the current group, which agents note also while they do not lead. 0: there is none. None: no view yet.
@@ -49,8 +49,8 @@ class Observations:
     """Since when there have been enough nodes for a larger group."""
     data_lost_since: float | None = None
     """Since when a node has published cached records, because etcd has lost data."""
-    ever_seen: tuple[Identity, ...] = ()
-    """All nodes that were ever seen, in the order in which they were first seen."""
+    ever_seen: frozenset[Identity] = frozenset()
+    """All nodes that were ever seen."""
     outage_ended_at: float | None = None
     """When etcd was last seen again after an outage."""
     read_at: float | None = None
@@ -65,8 +65,7 @@ class Observations:
 
     def last_arrival(self, members: Sequence[Member]) -> float:
         """When the last of these members was first seen."""
-        since = dict(self.nodes)
-        return max(since[member.identity] for member in members)
+        return max(self.nodes[member.identity] for member in members)
 
 
 def follow(seen: Observations, view: ClusterView, now: float) -> Observations:
@@ -77,8 +76,8 @@ def follow(seen: Observations, view: ClusterView, now: float) -> Observations:
 
 def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool = False) -> Observations:
     """Note what is new in a view. `is_back`: there was no view for a while before this one."""
-    since = dict(seen.nodes)
-    here = [node.value.identity for node in view.nodes]
+    here = view.present.keys()
+    new = here - seen.nodes.keys()
     has_lost = lost_data(view) is not None
     number = _number(view)
     is_first = not seen.nodes
@@ -92,9 +91,9 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
     before = replace(before, not_before=not_before)
     fault_at = _fault_at(before, view, silent, now)
     return Observations(
-        nodes=tuple((who, since.get(who, now)) for who in here),
+        nodes=seen.nodes if seen.nodes.keys() == here else {who: seen.nodes.get(who, now) for who in here},
         data_lost_since=(seen.data_lost_since or now) if has_lost else None,
-        ever_seen=tuple(dict.fromkeys((*seen.ever_seen, *here))),
+        ever_seen=seen.ever_seen | new if new else seen.ever_seen,
         read_at=seen.read_at,
         group=number,
         group_since=now if is_new else seen.group_since,
@@ -107,7 +106,7 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
         silent_since=tuple(silent.items()),
         partitioned_since=_since(seen.partitioned_since, now - _for_s(suspects), holds=bool(partitioned(view))),
         still_since=_since(before.still_since, now - _still_s(view), holds=_still_s(view) > 0.0),
-        grows_since=_since(seen.grows_since, now, holds=can_grow(view)),
+        grows_since=_since(seen.grows_since, now, holds=view.order.can_grow),
         handoff_progress=note(
             HandoffProgress() if is_new else seen.handoff_progress, view, now, is_back=is_back or is_first
         ),
@@ -145,9 +144,11 @@ def _still_s(view: ClusterView) -> float:
 def _fault_at(before: Observations, view: ClusterView, silent: dict[Identity, float], now: float) -> float | None:
     """When the fault of the current group happened. None: it has no fault."""
     group = view.group.value if view.group is not None else None
-    here = {node.value.identity for node in view.nodes if node.value.unfit is None}
-    reported = {report.identity for report in view.exits}
-    lost = [m.identity for m in group.members if m.identity not in here | reported] if group is not None else []
+    lost = set[Identity]()
+    if group is not None:
+        gone = group.node_ranks.keys() - view.present.keys()
+        unfit = {node.identity for node in view.unfit if node.identity in group.node_ranks}
+        lost = (gone | unfit) - {report.identity for report in view.exits}
     failed = [report for report in view.exits if report.failure is not None]
     if not (lost or failed or is_due(view.stalls)):
         return None

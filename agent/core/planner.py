@@ -41,6 +41,7 @@ from what changed, so a missed or repeated event does no harm. The rules:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -53,11 +54,10 @@ from agent.core.effects import RestoredRecords
 from agent.core.gathering import Gathering
 from agent.core.handoff import PlannedChange, are_ranks_quiesced, can_hand_off
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
-from agent.core.model import CachedRecords, Cause, ClusterView, Failure, Group, Identity, Member, Policy, Stored
+from agent.core.model import CachedRecords, Cause, Failure, Group, Identity, Member, Policy, Stored
 from agent.core.neighbours import silent_members
 from agent.core.observations import Observations
 from agent.core.proposals import Plan, begin_again, growth_wait_s, node_ids, required
-from agent.core.rank_order import can_grow, warming
 from agent.core.reasons import (
     DataLost,
     Ended,
@@ -73,6 +73,7 @@ from agent.core.reasons import (
     Waiting,
     WorkersFailed,
 )
+from agent.core.view import ClusterView
 from agent.errors import EXIT_BUDGET
 from trainer_runtime.contract import EXIT_NO_RESTART
 
@@ -135,7 +136,7 @@ def _restore(cached: CachedRecords, view: ClusterView, seen: Observations, polic
     if now < until:
         return Plan(None, DataLost(state="collecting"), until)
     group, restored = cached.group, RestoredRecords(cached.spec, cached.restore_point, cached.checkpoint)
-    if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
+    if group is None or group.node_ranks.keys() <= seen.nodes.keys():
         kept = begin_again(None, cached.spec.run) if group is None else group
         return Plan(kept, DataLost(state="restored"), restored=restored, is_old=True)
     # A pause must not prevent the records from being restored: the next group is formed as if the job were not paused.
@@ -156,13 +157,19 @@ def as_cached(cached: CachedRecords, view: ClusterView) -> ClusterView:
     ).with_exits(())
 
 
+def _members_in(group: Group, who: Iterable[Identity]) -> list[Member]:
+    """Those of the group, in rank order."""
+    ranks = sorted(group.node_ranks[each] for each in who if each in group.node_ranks)
+    return [group.members[rank] for rank in ranks]
+
+
 class _Planner(Gathering):
     """Chooses among the proposals."""
 
     def stop(self) -> Plan:
         """End the job for an operator, once a group that trains has saved its state."""
         group, reason = self.group, Requested(what="stop", by=self.spec.stopped_by)
-        is_whole = group is not None and all(m.identity in self._fit_nodes() for m in group.members)
+        is_whole = group is not None and not self._unfit_members(group)
         if group is not None and group.members and is_whole and not self.view.exits:
             awaited = self.awaited(group, PlannedChange("drain", reason, ()))
             if awaited is not None:
@@ -173,16 +180,14 @@ class _Planner(Gathering):
         """A group trains: end it when it is done, replace it after a failure or a loss, else fit it to np."""
         reported = {report.identity: report for report in self.view.exits}
         done = {who for who, report in reported.items() if report.failure is None}
-        here = done | {node.value.member.identity for node in self.view.nodes}
-        fit = done | self._fit_nodes()
-        if all(member.identity in done for member in group.members):
+        if group.node_ranks.keys() <= done:
             return self.finish(0, Finished(ranks=group.world_size, group=group.number))
         if self.spec.paused_by:
             return self.begin(group) if self.must_begin(group) else self.paused()
-        returning = [m for m in group.members if m.identity not in here and self._may_return(m)]
+        lost = self._unfit_members(group, done)
+        returning = [m for m in lost if m.identity not in self.view.present and self._may_return(m)]
         if returning:
             return Plan(None, Waiting(what="return", node_ids=node_ids(returning)), self._returns_until())
-        lost = [m for m in group.members if m.identity not in fit]
         if len(done) < len(reported):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
         if lost:
@@ -192,11 +197,11 @@ class _Planner(Gathering):
 
     def _go_on(self, group: Group, done: int) -> Plan:
         """Continue a group in which nothing has failed."""
-        draining = {node.value.member.identity for node in self.view.nodes if node.value.is_draining}
-        leaving = [member for member in group.members if member.identity in draining]
+        leaving = _members_in(group, (node.identity for node in self.view.draining))
         if leaving and not done:
             return self._drain(group, Requested(what="leave", node_ids=node_ids(leaving)))
-        excluded = [member for member in group.members if member.node_id in self.spec.excluded]
+        ids = set(self.spec.excluded)
+        excluded = [member for member in group.members if member.node_id in ids] if ids else []
         if excluded and not done:
             return self._drain(group, Requested(what="exclude", node_ids=node_ids(excluded)))
         if self.spec.restart_after >= group.number and not done:
@@ -207,17 +212,19 @@ class _Planner(Gathering):
             return Plan(None, Finishing(group=group.number, done=done, nodes=len(group.members)))
         return self._fit(group)
 
-    def _fit_nodes(self) -> set[Identity]:
-        return {node.value.member.identity for node in self.view.nodes if node.value.unfit is None}
+    def _unfit_members(self, group: Group, done: AbstractSet[Identity] = frozenset()) -> list[Member]:
+        """The members that are gone or cannot train, without those whose ranks are done."""
+        gone = group.node_ranks.keys() - self.view.present.keys()
+        return _members_in(group, (gone | {node.identity for node in self.view.unfit}) - done)
 
     def _loss(self, lost: list[Member]) -> NodesLost:
-        unfit = {node.value.node_id: node.value.unfit for node in self.view.nodes if node.value.unfit is not None}
+        unfit = {node.node_id: node.unfit for node in self.view.unfit if node.unfit is not None}
         return NodesLost(node_ids=node_ids(lost), unfit=tuple((node_id, unfit[node_id]) for node_id in sorted(unfit)))
 
     def _may_return(self, member: Member) -> bool:
         """Whether a member that is missing right after an outage of etcd has time to return: a lease length, once."""
         until = self._returns_until()
-        is_replaced = any(node.value.node_id == member.node_id for node in self.view.nodes)
+        is_replaced = member.node_id in self.view.node_ids
         return until is not None and self.now < until and member.identity not in self.seen.ever_seen and not is_replaced
 
     def _returns_until(self) -> float | None:
@@ -377,7 +384,7 @@ class _Planner(Gathering):
         grown = self.lineup(goal)
         # A group that is entered in place makes a step first: ranks that have not cannot move, and would be ended.
         is_ready = not group.in_place or all(member.identity in self.view.started for member in group.members)
-        if is_ready and can_grow(self.view):
+        if is_ready and self.view.order.can_grow:
             return self._grow(group, grown)
         if size < self.spec.np_min:
             return Plan(None, Training(nodes=size, np=self.spec.np, missing=goal - len(grown)))
@@ -394,7 +401,8 @@ class _Planner(Gathering):
         settle_s = 0.0 if is_full else growth_wait_s(self.policy, group)
         until, there = self.seen.last_arrival(grown) + settle_s, self.there(grown)
         waiting = self.wait_a_moment(there, until)
-        cold = [] if self.spec.in_place else [each for each in grown if each.identity in warming(self.view)]
+        nodes = self.view.present
+        cold = [] if self.spec.in_place else [each for each in grown if nodes[each.identity].value.is_warming]
         if cold:
             until = (self.seen.grows_since or self.now) + settle_s + _WARM_WITHIN_S
             training = Training(nodes=len(group.members))

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from agent.core import lineage, rank_order
+from agent.core import lineage
 from agent.core.backoff import doubled_s
 from agent.core.budget import FailureCount, highest_step, tally
 from agent.core.causes import first_failure
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.handoff import PlannedChange, prepare_change
 from agent.core.member_status import MemberStatus
-from agent.core.model import (
-    Cause,
-    Checkpoint,
-    ClusterView,
-    Group,
-    HandoffRequest,
-    Member,
-    Policy,
-    RestorePoint,
-    Result,
-    Spec,
-)
+from agent.core.model import Cause, Checkpoint, Group, HandoffRequest, Member, Policy, RestorePoint, Result, Spec
 from agent.core.observations import Observations
 from agent.core.reasons import (
     Beginning,
@@ -38,6 +28,7 @@ from agent.core.reasons import (
     ResultReason,
     Waiting,
 )
+from agent.core.view import ClusterView
 
 STEADY_S = 600.0
 """Seconds in one group after which earlier losses of new nodes no longer delay its growth. Also the longest delay."""
@@ -97,14 +88,8 @@ class Proposals:
             is_picky: take only nodes that are known to reach the group.
             needs_set_up: of these, take only such as need no set-up before they enter it.
         """
-        return self._lineup(size, self.tally(), is_picky=is_picky, needs_set_up=needs_set_up)
-
-    def _lineup(
-        self, size: int, failures: FailureCount, *, is_picky: bool, needs_set_up: bool = True
-    ) -> tuple[Member, ...]:
-        return rank_order.lineup(
-            self.group,
-            self.view,
+        failures = self.tally()
+        return self.view.order.lineup(
             size,
             last=failures.placed_last,
             left_out=failures.left_out,
@@ -114,17 +99,29 @@ class Proposals:
 
     def tally(self, *, is_failure: bool = False) -> FailureCount:
         """The count of failures once the current group has ended."""
+        return self._with_failure if is_failure else self._without_failure
+
+    @cached_property
+    def _with_failure(self) -> FailureCount:
+        return self._tally(is_failure=True)
+
+    @cached_property
+    def _without_failure(self) -> FailureCount:
+        return self._tally(is_failure=False)
+
+    def _tally(self, *, is_failure: bool) -> FailureCount:
         last = self.group
         if last is None:
             return FailureCount()
         window_s = self.policy.progress_window_s
         failures = tally(last, self.view.exits, self._plain_s(last), window_s, is_failure=is_failure)
-        is_enough = len(self._lineup(self.spec.np_max, failures, is_picky=False)) >= required(self.spec, last)
-        here = {node.value.identity for node in self.view.nodes}
+        found = self.view.order.lineup(
+            self.spec.np_max, last=failures.placed_last, left_out=failures.left_out, is_picky=False
+        )
         # If no other node can take the place of a node, leaving it out would only make the job wait: then the restart
         # budget decides.
-        left_out = failures.left_out if is_enough else last.left_out
-        return replace(failures, left_out=tuple(each for each in left_out if each in here))
+        left_out = failures.left_out if len(found) >= required(self.spec, last) else last.left_out
+        return replace(failures, left_out=tuple(each for each in left_out if each in self.view.present))
 
     def must_begin(self, group: Group) -> bool:
         """Whether the restore point of the group is not written yet."""
@@ -221,8 +218,8 @@ class Proposals:
             return 0
         if last.cause != "join" or cause not in {"lost", "wait"}:
             return last.flaps
-        here = {node.value.member.identity for node in self.view.nodes}
-        has_lost = any(member.node_id in last.grown_by and member.identity not in here for member in last.members)
+        here, grown_by = self.view.present, set(last.grown_by)
+        has_lost = any(member.node_id in grown_by and member.identity not in here for member in last.members)
         has_held = self._ran_s(last) >= HELD_WAITS * growth_wait_s(self.policy, last)
         return last.flaps + 1 if has_lost and not has_held else 0
 
@@ -255,6 +252,6 @@ def node_ids(members: Sequence[Member]) -> NodeIds:
 
 def of_members(group: Group, statuses: Iterable[MemberStatus]) -> tuple[MemberStatus, ...]:
     """Only the statuses of members of this group, about it, by node id."""
-    members = {member.identity for member in group.members}
+    members = group.node_ranks
     mine = (each for each in statuses if each.group == group.number and each.identity in members)
     return tuple(sorted(mine, key=lambda each: each.node_id))

@@ -9,105 +9,111 @@ must reach the nodes that it is to train with, and have set up the script if gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from agent.core.model import ClusterView, Group, Identity, Member, Node
 from agent.core.reachability import unreachable_from_outside
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-def eligible(view: ClusterView) -> tuple[Member, ...]:
-    """Nodes that can be members of the next group, oldest first."""
-    return tuple(node.member for node in _eligible_nodes(view))
-
-
-def _eligible_nodes(view: ClusterView) -> Iterator[Node]:
-    excluded = view.spec.value.excluded if view.spec is not None else ()
-    left_out = view.group.value.left_out if view.group is not None else ()
-    able = (node.value for node in view.nodes if node.value.is_eligible and node.value.identity not in left_out)
-    return (node for node in able if node.node_id not in excluded)
+    from agent.core.model import Group, Identity, Member, Node, Stored
+    from agent.core.view import ClusterView
 
 
-def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Members of the group that can continue, in rank order, with the data of their present node records."""
-    if group is None:
-        return ()
-    able = {member.identity: member for member in eligible(view)}
-    return tuple(able[m.identity] for m in group.members if m.identity in able)
-
-
-def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Nodes that can train and are not in the group, by position in the operator's list, then by age.
-
-    Nodes whose standby processes are being prepared come last, except in the first group of a job. There no node has
-    standby processes yet, and the operator relies on the order of the list, or in which the nodes were started.
-    """
-    taken = {member.identity for member in group.members} if group is not None else set()
-    found = (node for node in _eligible_nodes(view) if not taken or node.identity not in taken)
-    is_first = group is None or group.reached == 0
-    order = sorted(found, key=lambda node: (node.is_warming and not is_first, node.position))
-    return tuple(node.member for node in order)
-
-
-def warming(view: ClusterView) -> set[Identity]:
-    """Nodes whose standby processes are still being prepared."""
-    return {node.value.identity for node in view.nodes if node.value.is_warming}
-
-
-def can_grow(view: ClusterView) -> bool:
-    """Whether there are enough nodes for a larger group, within np."""
-    if view.spec is None or view.group is None:
-        return False
-    spec, group = view.spec.value, view.group.value
-    found = len(lineup(group, view, spec.np_max))
-    return found > len(group.members) and (found == spec.np_max or not spec.is_fixed)
-
-
-def lineup(
-    group: Group | None,
-    view: ClusterView,
-    size: int,
-    *,
-    last: tuple[str, ...] = (),
-    left_out: tuple[Identity, ...] = (),
-    is_picky: bool = True,
-    needs_set_up: bool = True,
-) -> tuple[Member, ...]:
-    """The first `size` of the nodes that can train, in rank order.
-
-    The node whose own disk has the checkpoint comes first.
+class RankOrder:
+    """The nodes of one view that can train, in rank order. What was found once is kept.
 
     Args:
-        group: the current group. Nodes that it leaves out are not taken.
         view: the newest view.
-        size: the largest number of nodes.
-        last: ids of nodes that come after the others, the worst last.
-        left_out: further nodes that are not taken.
-        is_picky: take only newcomers that reach the members of the group.
-        needs_set_up: if so, and groups are entered in place, take only newcomers that have set up.
     """
-    first = view.checkpoint.value.node if view.checkpoint is not None else ""
-    places = {node_id: place for place, node_id in enumerate(last, start=1)}
-    staying, new = survivors(group, view), newcomers(group, view)
-    if is_picky and group is not None and group.members:
-        in_place = view.spec is not None and view.spec.value.in_place
-        new = _that_reach(group, staying, new, view, needs_set_up=needs_set_up and in_place)
-    able = [member for member in staying + new if member.identity not in left_out]
-    return tuple(sorted(able, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))[:size]
 
+    def __init__(self, view: ClusterView) -> None:
+        self._view = view
+        self._group: Group | None = view.group.value if view.group is not None else None
 
-def _that_reach(
-    group: Group, staying: tuple[Member, ...], new: tuple[Member, ...], view: ClusterView, *, needs_set_up: bool
-) -> tuple[Member, ...]:
-    """Newcomers that have reached the group, and reach all of its members that stay; and have set up if need be."""
-    reaching = {
-        node.value.identity
-        for node in view.nodes
-        if node.value.reachable_group == group.number and (node.value.is_set_up or not needs_set_up)
-    }
-    apart = unreachable_from_outside(view)
-    return tuple(
-        member
-        for member in new
-        if member.identity in reaching
-        and not any(frozenset((member.identity, each.identity)) in apart for each in staying)
-    )
+    @cached_property
+    def able(self) -> Mapping[Identity, Stored[Node]]:
+        """Nodes that can be members of the next group, oldest first."""
+        view = self._view
+        excluded = view.spec.value.excluded if view.spec is not None else ()
+        left_out = self._group.left_out if self._group is not None else ()
+        if not (excluded or left_out or view.draining or view.unfit):
+            return view.present
+        able = ((who, node) for who, node in view.present.items() if node.value.is_eligible and who not in left_out)
+        return {who: node for who, node in able if node.value.node_id not in excluded}
+
+    @cached_property
+    def staying(self) -> tuple[Member, ...]:
+        """Members of the group that can continue, with the data of their present node records."""
+        able, ranks = self.able, self._group.node_ranks if self._group is not None else {}
+        return tuple([able[who].value.member for who in ranks if who in able])
+
+    @cached_property
+    def new(self) -> tuple[Member, ...]:
+        """Nodes that can train and are not in the group, by position in the operator's list, then by age.
+
+        Nodes whose standby processes are being prepared come last, except in the first group of a job. There no node
+        has standby processes yet, and the operator relies on the order of the list, or in which the nodes were started.
+        """
+        able, ranks = self.able, self._group.node_ranks if self._group is not None else {}
+        found = [able[who].value for who in able if who not in ranks]
+        is_first = self._group is None or self._group.reached == 0
+        found.sort(key=lambda node: (node.is_warming and not is_first, node.position))
+        return tuple([node.member for node in found])
+
+    @cached_property
+    def _reaching(self) -> tuple[Member, ...]:
+        """Newcomers that have reached the group, and reach all of its members that stay."""
+        assert self._group is not None  # noqa: S101 - the caller saw it
+        number, able = self._group.number, self.able
+        found = [each for each in self.new if able[each.identity].value.reachable_group == number]
+        apart = unreachable_from_outside(self._view)
+        if not apart:
+            return tuple(found)
+        staying = {each.identity for each in self.staying}
+        strange = {who for pair in apart if pair & staying for who in pair - staying}
+        return tuple(each for each in found if each.identity not in strange)
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether there are enough nodes for a larger group, within np."""
+        if self._view.spec is None or self._group is None:
+            return False
+        spec = self._view.spec.value
+        found = len(self.lineup(spec.np_max))
+        return found > len(self._group.members) and (found == spec.np_max or not spec.is_fixed)
+
+    def lineup(
+        self,
+        size: int,
+        *,
+        last: tuple[str, ...] = (),
+        left_out: tuple[Identity, ...] = (),
+        is_picky: bool = True,
+        needs_set_up: bool = True,
+    ) -> tuple[Member, ...]:
+        """The first `size` of the nodes that can train.
+
+        The node whose own disk has the checkpoint comes first.
+
+        Args:
+            size: the largest number of nodes.
+            last: ids of nodes that come after the others, the worst last.
+            left_out: nodes that are not taken, besides those that the current group leaves out.
+            is_picky: take only newcomers that reach the members of the group.
+            needs_set_up: if so, and groups are entered in place, take only newcomers that have set up.
+        """
+        view, new = self._view, self.new
+        if is_picky and self._group is not None and self._group.members:
+            new = self._reaching
+            if needs_set_up and view.spec is not None and view.spec.value.in_place:
+                new = tuple(each for each in new if self.able[each.identity].value.is_set_up)
+        found = self.staying + new
+        if left_out:
+            found = tuple(each for each in found if each.identity not in left_out)
+        first = view.checkpoint.value.node if view.checkpoint is not None else ""
+        if first or last:
+            places = {node_id: place for place, node_id in enumerate(last, start=1)}
+            found = tuple(sorted(found, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))
+        return found[:size]

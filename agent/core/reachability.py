@@ -16,10 +16,16 @@ continue without the accused as without the accuser, reports of one side alone a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
-from agent.core.model import ClusterView, Group, Identity, Member, Suspicion
+from agent.core.model import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
+
+    from agent.core.model import Group, Member, Suspicion
+    from agent.core.view import ClusterView
 
 EXAMINED = 32
 """Largest group in which each member holds links to all others while a member is silent."""
@@ -29,8 +35,7 @@ Pairs = frozenset[frozenset[Identity]]
 
 def among_members(view: ClusterView) -> list[Suspicion]:
     """The suspicions of members of the current group against each other."""
-    group = view.group.value if view.group is not None else None
-    here = {member.identity for member in group.members} if group is not None else set()
+    here = view.group.value.node_ranks if view.group is not None else {}
     suspicions = (stored.value for stored in view.suspects)
     return [each for each in suspicions if each.identity in here and each.accuser in here]
 
@@ -58,8 +63,7 @@ def reported_silent(view: ClusterView) -> Pairs:
 
 def unreachable_from_outside(view: ClusterView) -> Pairs:
     """Pairs of a member of the current group and a node outside that does not reach it."""
-    group = view.group.value if view.group is not None else None
-    here = {member.identity for member in group.members} if group is not None else set()
+    here = view.group.value.node_ranks if view.group is not None else {}
     suspicions = (stored.value for stored in view.suspects)
     outside = (each for each in suspicions if each.identity in here and each.accuser not in here and not each.is_lost)
     return frozenset(frozenset((each.accuser, each.identity)) for each in outside)
@@ -89,7 +93,9 @@ def choose_connected(
     for pair in apart:
         for who in pair & strange.keys():
             strange[who] |= pair - {who}
-    tries = [_around(first.identity, strange) for first in pool]
+    # All sets that begin with a node that reaches every other one are the same.
+    some = next((member.identity for member in pool if not strange[member.identity]), None)
+    tries = [_around(who, strange) for who in strange if strange[who] or who == some]
     tries.sort(key=lambda found: sum(pair <= found for pair in doubts))
     best = max(tries, key=lambda found: (min(len(found), need), len(found & kept), len(found)), default=set())
     return tuple(member for member in pool if member.identity in best)

@@ -11,7 +11,6 @@ from agent.core.member_status import WrittenStatus
 from agent.core.model import (
     NO_INFO,
     CachedRecords,
-    ClusterView,
     Group,
     Identity,
     Node,
@@ -27,6 +26,7 @@ from agent.core.observations import Observations
 from agent.core.proposals import Plan
 from agent.core.reasons import HealthCheckFailed, LeaveReason, ProcessesLeft, UnfitReason, UnsavedSteps
 from agent.core.transitions import WorkerObservations
+from agent.core.view import ClusterView
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,8 @@ class AgentState:
     """Its lease was revoked, or nothing more can be done about it."""
     planned: Plan | None = None
     """The plan for the current view. None: this agent does not lead."""
+    planned_for: tuple[ClusterView, Observations] | None = None
+    """What that plan was made from."""
     trouble: str = ""
     """Why the last write had no answer. Empty: it had one."""
 
@@ -230,9 +232,7 @@ class AgentState:
     @property
     def registered(self) -> Stored[Node] | None:
         """The node record of this agent that is in etcd. None: there is none."""
-        nodes = self.view.nodes if self.view is not None else ()
-        me = self.identity
-        return next((n for n in nodes if n.value.node_id == me.node_id and n.value.incarnation == me.incarnation), None)
+        return self.view.present.get(self.identity) if self.view is not None else None
 
     @property
     def is_leader(self) -> bool:

@@ -11,7 +11,8 @@ from agent.core import events as ev
 from agent.core.incident import StallReport, TransitionReport
 from agent.core.local_workers import LocalWorkers, exit_report, quiesced
 from agent.core.member_status import WrittenStatus
-from agent.core.model import Clock, ClusterView, Group, Identity, Inventory, Quiesced, Replica
+from agent.core.model import Clock, Group, Identity, Inventory, Quiesced, Replica
+from agent.core.view import ClusterView
 
 
 @dataclass(frozen=True)

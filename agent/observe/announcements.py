@@ -9,7 +9,8 @@ from agent.core.incident import Incident
 from agent.core.model import Group, Spec
 from agent.core.reasons import PlanReason
 from agent.core.state import AgentState
-from agent.observe.messages import describe, one_line
+from agent.core.view import ClusterView
+from agent.observe.messages import describe, listed, one_line
 from agent.observe.stragglers import stragglers
 
 
@@ -24,6 +25,8 @@ class Announced:
     """Number of the last group whose completed incident was announced."""
     slow: tuple[int, tuple[int, ...]] = (0, ())
     """A group, and its ranks that were announced as stragglers."""
+    looked_at: ClusterView | None = None
+    """The view whose stragglers were announced."""
     trouble: str = ""
     reason: PlanReason | None = None
 
@@ -73,6 +76,9 @@ def _announce_as_leader(
         if incident.phases.is_complete and incident.group > announced.incident:
             sentences.append(one_line(incident))
             announced = replace(announced, incident=incident.group)
+    if view is announced.looked_at:
+        return announced, sentences
+    announced = replace(announced, looked_at=view)
     number = view.group.value.number
     named = announced.slow[1] if announced.slow[0] == number else ()
     slow = [each for each in stragglers(view) if each.rank not in named]
@@ -93,6 +99,6 @@ def _np_announcements(state: AgentState, last: str, spec: Spec) -> list[str]:
 def _group_sentence(group: Group) -> str:
     if not group.members:
         return f"group {group.number}: no node trains; {describe(group.reason)}"
-    names = ", ".join(member.node_id for member in group.members)
+    names = listed([member.node_id for member in group.members])
     ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
     return f"group {group.number}: {ranks} on {names}; {describe(group.reason)}"

@@ -21,9 +21,10 @@ from agent.core.handoff import can_hand_off
 from agent.core.hangs import is_due
 from agent.core.incident import GroupChange, Incident, Phases, Totals, TransitionReport, WorkerEnd
 from agent.core.member_status import MemberStatus
-from agent.core.model import ClusterView, ExitReport, Failure, Group, Identity, Member, Result, Stored
+from agent.core.model import ExitReport, Failure, Group, Identity, Member, Result, Stored
 from agent.core.observations import Observations
 from agent.core.planner import accuse
+from agent.core.view import ClusterView
 from agent.observe.goodput import summary, training_since
 
 _MAX_OTHERS = 64

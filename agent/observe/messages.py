@@ -102,17 +102,17 @@ def describe(reason: Reason) -> str:  # noqa: C901, PLR0911, PLR0912 - one for e
         case NodesThere(nodes=nodes, np=np, is_all=is_all):
             return f"all of {count(nodes, 'node')} there" if is_all else f"{count(nodes, 'node')} there (np {np})"
         case NodesJoined(node_ids=node_ids, np=np):
-            return f"{', '.join(node_ids)} joined (np {np})"
+            return f"{listed(node_ids)} joined (np {np})"
         case NodesLost(node_ids=node_ids, unfit=unfit):
             return "; ".join(
-                [f"lost {', '.join(node_ids)}", *(f"{name} is unfit: {describe(why)}" for name, why in unfit)]
+                [f"lost {listed(node_ids)}", *(f"{name} is unfit: {describe(why)}" for name, why in unfit)]
             )
         case NodesUnreachable(node_ids=node_ids):
-            return f"{', '.join(node_ids)} and the others do not reach each other" if node_ids else ""
+            return f"{listed(node_ids)} and the others do not reach each other" if node_ids else ""
         case WorkersFailed():
             return _workers_failed(reason)
         case Requested(what=what, node_ids=node_ids, np=np, by=by):
-            return _REQUESTED[what].format(names=", ".join(node_ids), np=np, by=by)
+            return _REQUESTED[what].format(names=listed(node_ids), np=np, by=by)
         case CheckpointOnDisk(node_id=node_id, checkpoint=checkpoint):
             return f"{node_id} has the checkpoint {checkpoint} on its disk"
         case DataLost(state=state):
@@ -167,7 +167,7 @@ def _workers_failed(reason: WorkersFailed) -> str:
 
 
 def _nodes_missing(reason: NodesMissing) -> str:
-    here = ", ".join(reason.here) or "none"
+    here = listed(reason.here) or "none"
     text = f"waiting for {reason.missing} of {count(reason.needed, 'node')}; here: {here}"
     return text if reason.last is None else f"{text}; {describe(reason.last)}{_left_out(reason.left_out)}"
 
@@ -180,11 +180,11 @@ def _training(reason: Training) -> str:
 
 
 def _left_out(node_ids: Sequence[str]) -> str:
-    return f"; left out: {', '.join(node_ids)} ({_LEFT_OUT})" if node_ids else ""
+    return f"; left out: {listed(node_ids)} ({_LEFT_OUT})" if node_ids else ""
 
 
 def _waiting(reason: Waiting) -> str:
-    names = ", ".join(reason.node_ids)
+    names = listed(reason.node_ids)
     because = describe(reason.because) if reason.because is not None else ""
     match reason.what, reason.because:
         case "lease", WorkersFailed(first=first):
@@ -347,7 +347,9 @@ def how_near(others: Sequence[WorkerEnd]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """List names: `a, b and c`. If there are more than `most`: `a, b and 3 more`."""
+    """List names: `a, b and c`. If there are more than `most`: `a, b and 3 more`. Of none: an empty text."""
+    if not names:
+        return ""
     shown, more = list(names[:most]), len(names) - most
     if more > 0:
         shown.append(f"{more} more")

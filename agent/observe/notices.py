@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from agent.core.causes import first_failure, with_early_end
-from agent.core.model import ClusterView, Failure, Identity, Node
+from agent.core.model import Failure, Identity, Node
 from agent.core.reasons import SetUpFailed
 from agent.core.state import AgentFacts, AgentState
+from agent.core.view import ClusterView
 from agent.observe.messages import describe, how_it_ended
 
 _WAIT_NOTICE_EVERY_S = 10.0
@@ -35,14 +36,13 @@ class WaitNotices:
 
     def update(self, state: AgentState, now: float) -> None:
         """Print a notice if one is due. `now`: monotonic, in seconds."""
-        reason = _wait_reason(state)
-        if not reason:
+        if not _is_waiting(state):
             self._since = None
         elif self._since is None:
             self._since, self._due = now, now + _WAIT_NOTICE_EVERY_S
         elif now >= self._due:
             self._due = now + _WAIT_NOTICE_EVERY_S
-            self._print(f"{reason}{self._missing(state)} ({now - self._since:.0f} s)")
+            self._print(f"{_wait_reason(state)}{self._missing(state)} ({now - self._since:.0f} s)")
 
     def _missing(self, state: AgentState) -> str:
         if state.view is None or not state.view.is_whole:
@@ -52,13 +52,18 @@ class WaitNotices:
         return f"; missing: {', '.join(missing)}" if missing else ""
 
 
-def _wait_reason(state: AgentState) -> str:
-    """Return what the job waits for. Empty: it trains, this agent is leaving, or etcd cannot be reached."""
+def _is_waiting(state: AgentState) -> bool:
+    """Whether the job waits. Not if it trains, this agent is leaving, or etcd cannot be reached."""
     is_over = state.leaving is not None or state.drain_until is not None or state.is_store_lost or state.view is None
     if is_over or (state.group is not None and state.group.members):
-        return ""
+        return False
+    return state.planned is None or state.planned.action is None
+
+
+def _wait_reason(state: AgentState) -> str:
+    """Return what the job waits for."""
     if state.planned is not None:
-        return describe(state.planned.reason) if state.planned.action is None else ""
+        return describe(state.planned.reason)
     leader = state.view.leader if state.view is not None else None
     return f"waiting for {leader.value.node_id} to form a group" if leader is not None else "waiting for a leader"
 
@@ -139,11 +144,9 @@ class NodeDifferences:
         if view is None or not view.is_whole or view.revision == self._revision:
             return
         self._revision = view.revision
-        for each in view.nodes:
-            identity = each.value.member.identity
-            if identity not in self._seen:
-                self._seen.add(identity)
-                self._compare(state.me, each.value)
+        for who in sorted(view.present.keys() - self._seen):
+            self._seen.add(who)
+            self._compare(state.me, view.present[who].value)
 
     def _compare(self, me: AgentFacts, other: Node) -> None:
         here, there = dict(me.about.facts), dict(other.about.facts)

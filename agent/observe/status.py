@@ -12,10 +12,11 @@ from rich.text import Text
 
 from agent.core.handoff import is_fulfilled
 from agent.core.hangs import standing
-from agent.core.model import ClusterView, Identity, Node, Policy, Spec, Timing
+from agent.core.model import Identity, Node, Policy, Spec, Timing
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
 from agent.core.reasons import Doing
+from agent.core.view import ClusterView
 from agent.observe.messages import describe, one_line
 from agent.observe.quantities import duration
 from agent.observe.stragglers import stragglers

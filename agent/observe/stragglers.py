@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from agent.core.model import ClusterView
+from agent.core.view import ClusterView
 
 _SLOWER = 1.5
 """How many times the usual time of the others a straggler needs, at least."""
@@ -38,16 +39,26 @@ def stragglers(view: ClusterView) -> tuple[Straggler, ...]:
     group = view.group.value if view.group is not None else None
     if group is None:
         return ()
-    nodes = {node.value.member.identity: node.value for node in view.nodes}
     own: dict[int, tuple[str, float]] = {}
-    for node_rank, member in enumerate(group.members):
-        node = nodes.get(member.identity)
-        for local_rank, own_s in enumerate(node.own_s if node is not None else ()):
+    for who, node_rank in group.node_ranks.items():
+        node = view.present.get(who)
+        for local_rank, own_s in enumerate(node.value.own_s if node is not None else ()):
             if own_s > 0.0:
-                own[group.first_rank(node_rank) + local_rank] = member.node_id, own_s
+                own[group.first_rank(node_rank) + local_rank] = who.node_id, own_s
+    ordered = sorted(own_s for _, own_s in own.values())
     found = []
-    for rank, (node_id, own_s) in own.items():
-        others = [each for other, (_, each) in own.items() if other != rank]
-        if others and own_s > _SLOWER * median(others) and own_s > median(others) + _AT_LEAST_S:
-            found.append(Straggler(rank, node_id, own_s, median(others)))
+    for rank, (node_id, own_s) in own.items() if len(own) > 1 else ():
+        others_s = _median_of_others(ordered, own_s)
+        if own_s > _SLOWER * others_s and own_s > others_s + _AT_LEAST_S:
+            found.append(Straggler(rank, node_id, own_s, others_s))
     return tuple(found)
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """The median of sorted values, of which there are at least two, without one that is equal to `own`."""
+    left_out, middle = bisect_left(ordered, own), (len(ordered) - 1) // 2
+
+    def other(place: int) -> float:
+        return ordered[place + (place >= left_out)]
+
+    return other(middle) if len(ordered) % 2 == 0 else (other(middle - 1) + other(middle)) / 2

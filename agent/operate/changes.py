@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from agent.core.model import ClusterView, Group, Result
+from agent.core.model import Group, Result
 from agent.core.reasons import Requested
+from agent.core.view import ClusterView
 from agent.errors import ConfigError, NotInTime
 from agent.observe.messages import describe
 from agent.observe.quantities import count

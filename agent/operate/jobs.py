@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from agent.core.incident import Incident
-from agent.core.model import ClusterView
+from agent.core.view import ClusterView
 from agent.errors import ConfigError, ElasticAgentError, RecordError, StoreRefused, StoreUnavailable
 from agent.local_etcd.kept_records import KeptStore
 from agent.local_etcd.known_jobs import known_jobs

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent.core.model import ClusterView
+from agent.core.view import ClusterView
 from agent.links.frames import LOG_CHUNK_BYTES, LinkBroken
 from agent.links.log_reader import LogHost, LogReader, ReadDeclined
 from agent.links.queries import FindLogs, LogEntry, LogFiles, LogsFound, ReadLog

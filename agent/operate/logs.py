@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from agent.core.model import ClusterView
+from agent.core.view import ClusterView
 from agent.errors import ConfigError
 from agent.local_etcd.kept_records import KeptStore
 from agent.observe.messages import describe

@@ -36,48 +36,61 @@ BEATS_PER_LEASE = 8
 """A hung agent loses its place one lease after its loop's last turn, and later by at most a lease divided by this."""
 
 
+@dataclass(frozen=True)
+class SnapshotArrived(Generic[Event]):
+    """A snapshot of the store, which becomes an event only when it is handed out: one that is left out costs nothing.
+
+    `decode` is called on the loop's thread. It returns None, and logs why, if the snapshot cannot be read.
+    """
+
+    revision: int
+    decode: Callable[[], Event | None]
+
+
 class Inbox(Generic[Event]):
     """Events in the order of their arrival. `put` may be called from any thread and from a signal handler.
 
-    Of several `ViewChanged` in a row only the last is handed out: the core of collective jobs decides from a whole
-    view, so the earlier ones would be work for nothing. A view that is older than the one before it is never left
-    out, nor one that follows an older one: it shows that etcd lost data. (Views of a parameter-server job are all
-    handed out: there lost data may also show as a record that is missing in one view and back in the next.)
+    Of several snapshots in a row only the last is handed out: the core of collective jobs decides from a whole view, so
+    the earlier ones would be work for nothing. A snapshot that is older than the one before it is never left out, nor
+    one that follows an older one: it shows that etcd lost data. (Views of a parameter-server job are events from the
+    beginning, and all handed out: there lost data may also show as a record that is missing in one view and back in the
+    next.)
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Event | Exit] = SimpleQueue()
-        self.put: Callable[[Event | Exit], None] = self._queue.put
-        self._next: Event | Exit | None = None
+        self._queue: SimpleQueue[Event | SnapshotArrived[Event] | Exit] = SimpleQueue()
+        self.put: Callable[[Event | SnapshotArrived[Event] | Exit], None] = self._queue.put
+        self._next: Event | SnapshotArrived[Event] | Exit | None = None
         """Taken from the queue already."""
         self._revision = 0
-        """Revision of the last view handed out."""
+        """Revision of the last snapshot handed out."""
 
     def get(self, timeout_s: float) -> Event | ev.Ticked | Exit:
         """Return the next event, or the order to end; `Ticked` if none comes in time."""
         try:
             event = self._take(timeout_s)
-            while isinstance(event, ev.ViewChanged) and self._is_superseded(event):
+            while isinstance(event, SnapshotArrived) and self._is_superseded(event):
                 event = self._take(0.0)
         except Empty:
             return ev.Ticked()
-        if isinstance(event, ev.ViewChanged):
-            self._revision = event.view.revision
+        if isinstance(event, SnapshotArrived):
+            self._revision = event.revision
+            return event.decode() or ev.Ticked()
         return event
 
-    def _take(self, timeout_s: float) -> Event | Exit:
+    def _take(self, timeout_s: float) -> Event | SnapshotArrived[Event] | Exit:
         if self._next is None:
             return self._queue.get(timeout=timeout_s)
         event, self._next = self._next, None
         return event
 
-    def _is_superseded(self, viewed: ev.ViewChanged) -> bool:
+    def _is_superseded(self, snapshot: SnapshotArrived[Event]) -> bool:
         try:
             self._next = self._queue.get_nowait()
         except Empty:
             return False
         newer = self._next
-        return isinstance(newer, ev.ViewChanged) and self._revision <= viewed.view.revision <= newer.view.revision
+        return isinstance(newer, SnapshotArrived) and self._revision <= snapshot.revision <= newer.revision
 
 
 def end_with_any_thread(inbox: Inbox[Any]) -> None:

@@ -23,7 +23,7 @@ from agent.observe.log import log
 from agent.roles.events import RoleEvent, RoleStoreEffect, RoleViewChanged
 from agent.roles.model import RoleNode, RoleSpec
 from agent.roles.store import RoleKeys, RoleWriter
-from agent.runtime.loop import Heartbeat, Inbox
+from agent.runtime.loop import Heartbeat, Inbox, SnapshotArrived
 from agent.store.api import KeyRange, Snapshot, Store
 from agent.store.job_writer import JobWriter
 from agent.store.keys import JobKeys, Views
@@ -120,22 +120,8 @@ class StoreClient(ABC):
     def _before_end(self) -> None:
         """Give the store thread its last tasks. Nothing renews the lease any more."""
 
-    def _follow(self, ranges: Sequence[KeyRange], event_of: Callable[[Snapshot], object]) -> None:
-        """Follow these keys from now on.
-
-        Args:
-            ranges: the keys.
-            event_of: the event that a snapshot of them becomes in the inbox. May raise `RecordError`, which is logged.
-        """
-
-        def deliver(snapshot: Snapshot) -> None:
-            try:
-                event = event_of(snapshot)
-            except RecordError as error:
-                log.error(str(error))
-            else:
-                self._inbox.put(event)
-
+    def _follow(self, ranges: Sequence[KeyRange], deliver: Callable[[Snapshot], None]) -> None:
+        """Follow these keys from now on."""
         self._mirror.retarget(ranges, deliver)
 
     def _on_outage(self, reason: str) -> None:
@@ -188,14 +174,21 @@ class CollectiveClient(StoreClient):
         views = Views(self._keys, is_whole=watch.is_whole)
         reported: set[str] = set()
 
-        def event_of(snapshot: Snapshot) -> ev.ViewChanged:
-            view = views.of(snapshot)
+        def decode(snapshot: Snapshot) -> ev.ViewChanged | None:
+            try:
+                view = views.of(snapshot)
+            except RecordError as error:
+                log.error(str(error))
+                return None
             for why in {*views.unread.values()} - reported:
                 log.error(f"{why}; what it says is left out")
                 reported.add(why)
             return ev.ViewChanged(view)
 
-        self._follow(self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id), event_of)
+        def deliver(snapshot: Snapshot) -> None:
+            self._inbox.put(SnapshotArrived(snapshot.revision, partial(decode, snapshot)))
+
+        self._follow(self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id), deliver)
 
     def do(self, effect: fx.StoreEffect) -> None:
         """Carry out an effect on the store thread, after those before it. The answer goes to the inbox."""
@@ -249,7 +242,14 @@ class ParameterServerClient(StoreClient):
         self._writer = RoleWriter(
             store, keys, spec, config.node.node_id, node, config.timing.lease_ttl_s, self.keeper.hold
         )
-        self._follow(keys.everything(), lambda snapshot: RoleViewChanged(keys.view(snapshot)))
+
+        def deliver(snapshot: Snapshot) -> None:
+            try:
+                inbox.put(RoleViewChanged(keys.view(snapshot)))
+            except RecordError as error:
+                log.error(str(error))
+
+        self._follow(keys.everything(), deliver)
 
     def start(self) -> None:
         """Register this agent, and begin to follow the job."""

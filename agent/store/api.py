@@ -20,9 +20,12 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, Self
+
+import msgspec
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,7 @@ class KeyRange:
         return key.startswith(self.key) if self.is_prefix else key == self.key
 
 
-@dataclass(frozen=True)
-class KeyValue:
+class KeyValue(msgspec.Struct, frozen=True, gc=False):
     """A key with its value and its revisions."""
 
     key: str
@@ -54,8 +56,17 @@ class Snapshot:
     """The result of one linearizable read."""
 
     revision: int
-    items: tuple[KeyValue, ...]
-    """Sorted by key."""
+    by_key: Mapping[str, KeyValue]
+
+    @classmethod
+    def of(cls, revision: int, items: Iterable[KeyValue]) -> Self:
+        """Return a snapshot of these items."""
+        return cls(revision, {item.key: item for item in items})
+
+    @cached_property
+    def items(self) -> tuple[KeyValue, ...]:
+        """Sorted by key."""
+        return tuple(self.by_key[key] for key in sorted(self.by_key))
 
 
 @dataclass(frozen=True)

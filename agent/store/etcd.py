@@ -81,7 +81,7 @@ class EtcdStore(Store):
         """Read all ranges at one revision."""
         request = etcd_protocol.read_request(ranges, self._home)
         reply = self._repeat(lambda connection, options: connection.kv.Txn(request, **options))
-        return Snapshot(reply.header.revision, etcd_protocol.items_of(reply))
+        return Snapshot.of(reply.header.revision, etcd_protocol.items_of(reply))
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
         """Apply all writes if all compares hold, else none. Not repeated once it may have been sent."""

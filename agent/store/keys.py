@@ -23,20 +23,17 @@ field or a wrong type is a `RecordError` that names the key.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice, takewhile
-from typing import Any, Protocol, TypeVar, cast
+from itertools import takewhile
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
 from agent.core.incident import GroupChange, Incident
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
-    Backlog,
     Checkpoint,
-    ClusterView,
     Group,
     HandoffRequest,
     Leader,
@@ -49,6 +46,7 @@ from agent.core.model import (
     Suspicion,
 )
 from agent.core.proposals import of_members
+from agent.core.view import Backlog, ClusterView
 from agent.errors import ConfigError, RecordError
 from agent.store.api import KeyRange, KeyValue, Snapshot
 
@@ -195,32 +193,152 @@ def value_of(item: KeyValue, kind: type[R], decoders: Mapping[type[Record], msgs
 
 
 class Views:
-    """The views of one job's snapshots, one after another; what the one before had as well is not decoded again.
+    """The views of one job's snapshots, one after another.
 
-    For one thread at a time.
+    What a snapshot has in common with the one before is not decoded again, nor sorted. For one thread at a time.
     """
 
     def __init__(self, keys: JobKeys, *, is_whole: bool) -> None:
         self._keys = keys
         self._is_whole = is_whole
-        self._known: dict[str, tuple[KeyValue, Stored[Any]]] = {}
-        """What the last snapshot had, by key."""
-        self.unread: dict[str, str] = {}
-        """What its view lacks, for it cannot be read: by key, why. One node's word keeps nobody from the rest."""
+        self._items: Mapping[str, KeyValue] = {}
+        """Those of the last snapshot."""
+        self._known: dict[str, Stored[Any]] = {}
+        """What was decoded of them, except the records that are kept under a prefix."""
+        self._nodes = _Prefix(keys.nodes, Node, lambda each: (each.create_revision, each.value.node_id))
+        self._statuses = _Prefix(keys.statuses(), MemberStatus, lambda each: (each.value.group, each.value.node_id))
+        self._suspects = _Prefix(keys.suspects, Suspicion, lambda each: (each.value.node_id, each.value.by_node_id))
+        self._changes = _Prefix(keys.changes, GroupChange, lambda each: each.value.group)
+        self._reporting: tuple[MemberStatus, ...] = ()
+        """The statuses of members of the current group."""
+        self._unread: dict[str, str] = {}
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """What the last view lacks, for it cannot be read: by key, why. One node's word keeps nobody from the rest."""
+        found = dict(self._unread)
+        for records in (self._nodes, self._statuses, self._suspects, self._changes):
+            found.update(records.unread)
+        return found
 
     def of(self, snapshot: Snapshot) -> ClusterView:
         """Decode a snapshot. Raises `RecordError` if a record cannot be read that is not one node's."""
-        before, self._known, self.unread = self._known, {}, {}
+        before, self._items, self._unread = self._items, snapshot.by_key, {}
+        get = before.get
+        changed = [item for key, item in snapshot.by_key.items() if get(key) is not item]
+        new = sum(item.key not in before for item in changed)
+        gone = before.keys() - snapshot.by_key.keys() if len(before) + new > len(snapshot.by_key) else set()
+        for key in (*gone, *(item.key for item in changed)):
+            self._known.pop(key, None)
+        for records in (self._nodes, self._suspects, self._changes):
+            records.update(changed, gone)
+        has_reports = self._statuses.update(changed, gone)
+        return self._view(snapshot.revision, are_statuses_new=has_reports or self._keys.group not in self._known)
 
-        def read(item: KeyValue, kind: type[R]) -> Stored[R]:
-            was, stored = before.get(item.key, (None, None))
-            if stored is None or was is not item:
-                stored = decode(item, kind)
-            self._known[item.key] = item, stored
-            return stored
+    def _view(self, revision: int, *, are_statuses_new: bool) -> ClusterView:
+        keys, one = self._keys, self._one
+        group = one(keys.group, Group)
+        number = group.value.number if group is not None else 0
+        if are_statuses_new:
+            found = (each.value for each in self._statuses.stored)
+            self._reporting = of_members(group.value, found) if group is not None and self._statuses.stored else ()
+        backlog = self._backlog(number)
+        spec = one(keys.spec, Spec)
+        restore_point, checkpoint = one(keys.restore_point, RestorePoint), one(keys.checkpoint, Checkpoint)
+        handoff = one(keys.handoff, HandoffRequest)
+        if group is None or (handoff is not None and handoff.value.group != group.value.number):
+            handoff = None
+        if spec is not None:  # a follower may see those of the last run for a moment after the job was started over
+            restore_point = (
+                restore_point
+                if restore_point is not None and restore_point.value.group >= spec.value.first_group
+                else None
+            )
+            checkpoint = checkpoint if checkpoint is not None and checkpoint.value.run == spec.value.run else None
+        return ClusterView(
+            revision=revision,
+            is_whole=self._is_whole,
+            spec=spec,
+            leader=one(keys.leader, Leader),
+            group=group,
+            result=one(keys.result, Result),
+            restore_point=restore_point,
+            checkpoint=checkpoint,
+            handoff=handoff,
+            suspects=self._suspects.stored,
+            nodes=self._nodes.stored,
+            statuses=self._reporting,
+            incident=next((each for each in backlog.incidents if each.value.group == number), None),
+            backlog=backlog,
+        )
 
-        records = _Records(snapshot, read, self.unread)
-        return _view(records, snapshot.revision, self._keys, is_whole=self._is_whole)
+    def _one(self, key: str, kind: type[R]) -> Stored[R] | None:
+        if key not in self._items:
+            return None
+        if key not in self._known:
+            self._known[key] = decode(self._items[key], kind)
+        return self._known[key]
+
+    def _backlog(self, number: int) -> Backlog:
+        """What the incidents of the current group, of this number, and of earlier ones are made from."""
+        if number == 0:
+            return Backlog()
+        changes = tuple(each.value for each in self._changes.stored)
+        numbers = {number, *(each.group for each in changes), *(each.group - 1 for each in changes)}
+        incidents = (self._incident(each) for each in sorted(numbers))
+        earlier = takewhile(lambda each: each.group < number, (each.value for each in self._statuses.stored))
+        return Backlog(
+            changes=changes,
+            statuses=tuple(earlier),
+            incidents=tuple(each for each in incidents if each is not None),
+        )
+
+    def _incident(self, number: int) -> Stored[Incident] | None:
+        key = self._keys.incident(number)
+        try:
+            return self._one(key, Incident)
+        except RecordError as error:
+            self._unread[key] = str(error)
+            return None
+
+
+class _Prefix(Generic[R]):
+    """The records under one prefix, in order.
+
+    Args:
+        prefix: of their keys.
+        kind: of the records.
+        order: the key to sort them by.
+    """
+
+    def __init__(self, prefix: str, kind: type[R], order: Callable[[Stored[R]], Any]) -> None:
+        self.stored: tuple[Stored[R], ...] = ()
+        """Those that can be read."""
+        self.unread: dict[str, str] = {}
+        """Why the others cannot."""
+        self._prefix = prefix
+        self._kind = kind
+        self._order = order
+        self._by_key: dict[str, Stored[R]] = {}
+
+    def update(self, changed: Iterable[KeyValue], gone: Iterable[str]) -> bool:
+        """Take up what has changed; return whether anything did here."""
+        mine = [item for item in changed if item.key.startswith(self._prefix)]
+        left = [key for key in gone if key.startswith(self._prefix)]
+        if not mine and not left:
+            return False
+        for key in (*left, *(item.key for item in mine)):
+            self.unread.pop(key, None)
+        for key in left:
+            self._by_key.pop(key, None)
+        for item in mine:
+            try:
+                self._by_key[item.key] = decode(item, self._kind)
+            except RecordError as error:
+                self._by_key.pop(item.key, None)
+                self.unread[item.key] = str(error)
+        self.stored = tuple(sorted(self._by_key.values(), key=self._order))
+        return True
 
 
 def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView:
@@ -232,91 +350,6 @@ def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView
     return view
 
 
-class _Read(Protocol):
-    def __call__(self, item: KeyValue, kind: type[R]) -> Stored[R]: ...
-
-
-class _Records:
-    """A snapshot's records, by key and by prefix."""
-
-    def __init__(self, snapshot: Snapshot, read: _Read, unread: dict[str, str]) -> None:
-        self._items = snapshot.items
-        self._paths = [item.key for item in snapshot.items]
-        self._read = read
-        self._unread = unread
-
-    def one(self, key: str, kind: type[R]) -> Stored[R] | None:
-        at = bisect_left(self._paths, key)
-        return self._read(self._items[at], kind) if self._paths[at : at + 1] == [key] else None
-
-    def if_readable(self, key: str, kind: type[R]) -> Stored[R] | None:
-        try:
-            return self.one(key, kind)
-        except RecordError as error:
-            self._unread[key] = str(error)
-            return None
-
-    def under(self, prefix: str, kind: type[R]) -> list[Stored[R]]:
-        following = islice(self._items, bisect_left(self._paths, prefix), None)
-        found = []
-        for item in takewhile(lambda item: item.key.startswith(prefix), following):
-            try:
-                found.append(self._read(item, kind))
-            except RecordError as error:
-                self._unread[item.key] = str(error)
-        return found
-
-
-def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) -> ClusterView:
-    one, under = records.one, records.under
-    group = one(keys.group, Group)
-    found = [each.value for each in under(keys.statuses(), MemberStatus)]
-    # Only leaders see any. Others need not compare the members, which takes long in a large group.
-    statuses = of_members(group.value, found) if group is not None and found else ()
-    number = group.value.number if group is not None else 0
-    backlog = _backlog(records, number, [each for each in found if each.group < number], keys)
-    spec = one(keys.spec, Spec)
-    restore_point, checkpoint = one(keys.restore_point, RestorePoint), one(keys.checkpoint, Checkpoint)
-    handoff = one(keys.handoff, HandoffRequest)
-    if group is None or (handoff is not None and handoff.value.group != group.value.number):
-        handoff = None
-    if spec is not None:  # a follower may see those of the last run for a moment after the job was started over
-        restore_point = (
-            restore_point if restore_point is not None and restore_point.value.group >= spec.value.first_group else None
-        )
-        checkpoint = checkpoint if checkpoint is not None and checkpoint.value.run == spec.value.run else None
-    return ClusterView(
-        revision=revision,
-        is_whole=is_whole,
-        spec=spec,
-        leader=one(keys.leader, Leader),
-        group=group,
-        result=one(keys.result, Result),
-        restore_point=restore_point,
-        checkpoint=checkpoint,
-        handoff=handoff,
-        suspects=tuple(under(keys.suspects, Suspicion)),
-        nodes=tuple(sorted(under(keys.nodes, Node), key=lambda node: node.create_revision)),
-        statuses=statuses,
-        incident=next((each for each in backlog.incidents if each.value.group == number), None),
-        backlog=backlog,
-    )
-
-
-def _backlog(records: _Records, number: int, earlier: list[MemberStatus], keys: JobKeys) -> Backlog:
-    """What the incidents of the current group, of this number, and of earlier ones are made from."""
-    if number == 0:
-        return Backlog()
-    changes = sorted((each.value for each in records.under(keys.changes, GroupChange)), key=lambda each: each.group)
-    numbers = {number, *(each.group for each in changes), *(each.group - 1 for each in changes)}
-    incidents = (records.if_readable(keys.incident(each), Incident) for each in sorted(numbers))
-    return Backlog(
-        changes=tuple(changes),
-        statuses=tuple(earlier),
-        incidents=tuple(each for each in incidents if each is not None),
-    )
-
-
 def jobs_in(snapshot: Snapshot) -> dict[str, Snapshot]:
     """Split a snapshot of `ROOT` into jobs, by id in order."""
     jobs: dict[str, list[KeyValue]] = {}
@@ -324,4 +357,4 @@ def jobs_in(snapshot: Snapshot) -> dict[str, Snapshot]:
         job_id, slash, _ = item.key.removeprefix(ROOT).partition("/")
         if slash:
             jobs.setdefault(job_id, []).append(item)
-    return {job_id: Snapshot(snapshot.revision, tuple(items)) for job_id, items in sorted(jobs.items())}
+    return {job_id: Snapshot.of(snapshot.revision, items) for job_id, items in sorted(jobs.items())}

@@ -139,7 +139,7 @@ class MemoryStore(Store):
         """Read all ranges at one revision."""
         with self._locked() as data:
             keys = [key for key in sorted(data.items) if any(each.contains(key) for each in ranges)]
-            return Snapshot(data.revision, tuple(data.items[key] for key in keys))
+            return Snapshot.of(data.revision, (data.items[key] for key in keys))
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
         """Apply all writes if all compares hold, else none."""

@@ -200,7 +200,7 @@ class _RangesCopy:
             if snapshot.revision < self.revision:
                 return None
             self.revision = snapshot.revision
-            self._items = {item.key: item for item in snapshot.items}
+            self._items = dict(snapshot.by_key)
             self._deliver(snapshot)
             return snapshot.revision
 
@@ -215,7 +215,7 @@ class _RangesCopy:
                     self._items[change.key] = change.item
             if changes:
                 revision = batch.revision if len(self.ranges) == 1 else self.revision
-                self._deliver(Snapshot(revision, tuple(self._items[key] for key in sorted(self._items))))
+                self._deliver(Snapshot(revision, self._items.copy()))
 
     def end(self) -> None:
         """Deliver nothing from now on."""

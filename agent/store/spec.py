@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agent.core.model import ClusterView, Spec
+from agent.core.model import Spec
+from agent.core.view import ClusterView
 from agent.errors import ConfigError
 from agent.store.api import Compare, Put, Store
 from agent.store.keys import JobKeys, encode, view_of

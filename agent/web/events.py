@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from agent.core.incident import Incident
-from agent.core.model import ClusterView
+from agent.core.view import ClusterView
 from agent.observe.incidents import incident_json
 from agent.observe.log import log
 from agent.observe.messages import describe

@@ -17,7 +17,8 @@ from functools import cached_property
 import msgspec
 
 from agent.core.incident import Incident
-from agent.core.model import ClusterView, Node
+from agent.core.model import Node
+from agent.core.view import ClusterView
 from agent.errors import RecordError, StoreUnavailable
 from agent.links.queries import LiveRanks
 from agent.observe.log import log

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from agent.core.model import ClusterView
+from agent.core.view import ClusterView
 from agent.observe.goodput import Outage
 from agent.observe.incidents import explain
 from agent.observe.messages import describe

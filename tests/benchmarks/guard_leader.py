@@ -97,7 +97,7 @@ def _registration_s(leader: AgentState, nodes: list[Node]) -> float:
     for revision, node in enumerate(nodes, start=3):
         key = keys.node(node.node_id)
         items[key] = KeyValue(key, encode(node), revision, revision, revision)
-        snapshot = Snapshot(revision, tuple(items[name] for name in sorted(items)))
+        snapshot = Snapshot.of(revision, tuple(items[name] for name in sorted(items)))
         now = float(revision)
         began_s = time.thread_time()
         state, effects = step(state, ev.ViewChanged(views.of(snapshot)), now)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks import guard, losing, machine, meeting, micro, ps_faults, ps_wire, smoke, tables
+from benchmarks import guard, losing, machine, meeting, micro, ps_faults, ps_wire, smoke, tables, turns
 from benchmarks.jobs import NotStartedError
 from benchmarks.launchers import LAUNCHERS, Launcher
 from benchmarks.recovery import Plan, Recovery, Sample
@@ -106,6 +106,11 @@ def _build_parser() -> argparse.ArgumentParser:
     part.add_argument("--agents", type=_numbers, default=[8, 32, 64, 128, 256])
     part.add_argument("--torch_agents", type=_numbers, default=[8, 32, 64, 128])
     part.add_argument("--runs", type=int, default=3)
+    part = parts.add_parser("turns", help="what an event costs the agent that leads, by the number of nodes")
+    part.set_defaults(word="turns", measure=_measure_turns)
+    _add_common(part)
+    part.add_argument("--nodes", type=_numbers, default=[100, 1000, 5000, 10000])
+    part.add_argument("--runs", type=int, default=100, help="of each kind of event [100]")
     _add_ps(parts)
     part = parts.add_parser("guard", help="ratios within one run, against the bounds in tests/benchmarks/bounds.toml")
     part.set_defaults(word="guard", measure=_measure_guard)
@@ -261,6 +266,14 @@ def _measure_meeting(asked: argparse.Namespace) -> list[Path]:
     found = meeting.measure(asked.agents, asked.torch_agents, asked.runs)
     written = _write(asked.out / "meet.json", described, meetings=found)
     _show(asked.out / "meet.md", "meeting", meeting.HEADINGS, meeting.rows(found), described)
+    return [written]
+
+
+def _measure_turns(asked: argparse.Namespace) -> list[Path]:
+    described = machine.describe()
+    found = turns.measure(asked.nodes, asked.runs)
+    written = _write(asked.out / "turns.json", described, turns=map(asdict, found))
+    _show(asked.out / "turns.md", "turns of the leader", turns.HEADINGS, turns.rows(found), described)
     return [written]
 
 

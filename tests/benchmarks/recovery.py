@@ -20,7 +20,7 @@ from benchmarks.launchers import OURS, Launcher
 from benchmarks.scenarios import Scenario, setting_of
 from waiting import comes_true
 
-from agent.core.model import ClusterView
+from agent.core.view import ClusterView
 from agent.observe.incidents import incident_json
 from agent.operate.jobs import read_incidents, read_view
 from agent.store.etcd import EtcdStore

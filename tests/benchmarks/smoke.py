@@ -28,6 +28,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "micro": (_OUT, "--sizes_mb=1", "--snapshots_mb=1", "--snapshots=3", "--idle_s=1", "--runs=1"),
     "lost": (_OUT, "--cases=1:0.02,1:0.02:sharded,20:0.02:sharded:node", "--calm_s=0.5", "--runs=1"),
     "meet": (_OUT, "--agents=4", "--torch_agents=4", "--runs=1"),
+    "turns": (_OUT, "--nodes=20", "--runs=3"),
     "ps": (
         *(_OUT, "--quick", "--sizes_kb=1", "--dims=16", "--runs=50"),
         *("--kills=1", "--calm_s=0.5", "--around_s=1", "--spare=0"),

@@ -24,7 +24,8 @@ from uvicorn.server import ServerState
 
 from agent.cli import command_line as cli
 from agent.cli.agent_config import read_node_config
-from agent.core.model import ClusterView, Identity, Spec, Stored
+from agent.core.model import Identity, Spec, Stored
+from agent.core.view import ClusterView
 from agent.errors import ElasticAgentError, RecordError
 from agent.links.frames import BUFFER_BYTES, FrameKind, LinkBroken, LinkConnection, in_the_clear
 from agent.links.handshake import Credential, LinkSession, handshake_as_listener
@@ -63,7 +64,7 @@ def codec(data: bytes) -> None:
     for number, line in enumerate(data.split(b"\n"), 1):
         key, _, value = line.partition(b"=")
         items.append(KeyValue(JOB.prefix + key.decode("utf-8", "replace"), value, number, number, 0))
-    snapshot = Snapshot(len(items), tuple(sorted(items, key=lambda item: item.key)))
+    snapshot = Snapshot.of(len(items), tuple(sorted(items, key=lambda item: item.key)))
     with contextlib.suppress(RecordError):
         keys.view_of(snapshot, JOB, is_whole=True)
     with contextlib.redirect_stderr(io.StringIO()):

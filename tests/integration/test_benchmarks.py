@@ -25,6 +25,7 @@ RUNS = {
     "micro": (("micro",), {"micro": 18}),
     "lost": (("lost",), {"lost": 3}),
     "meet": (("meet",), {"meet": 2}),
+    "turns": (("turns",), {"turns": 5}),
     "ps-wire": (("ps", "--parts=wire"), {"ps_wire": 8}),
     "ps-rates": (("ps", "--parts=rates"), {"ps_rates": 4}),
     "ps-faults": (("ps", "--parts=faults"), {"ps_servers": 6, "ps_workers": 1}),

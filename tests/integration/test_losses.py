@@ -15,7 +15,8 @@ from cases import some
 from integration import counting
 from integration.conftest import PATIENCE_S, Job, open_store
 
-from agent.core.model import ClusterView, Group
+from agent.core.model import Group
+from agent.core.view import ClusterView
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.messages import describe
 from agent.rehearse.cluster import read_trace, wait_for

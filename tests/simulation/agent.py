@@ -16,8 +16,9 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import IncidentWrite
 from agent.core.lifecycle import step, wake_at
-from agent.core.model import ClusterView, Node, Policy, Replica, StateId
+from agent.core.model import Node, Policy, Replica, StateId
 from agent.core.state import AgentFacts, AgentState
+from agent.core.view import ClusterView
 from agent.errors import StoreUnavailable
 from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 from agent.observe.messages import describe_exit

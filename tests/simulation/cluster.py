@@ -14,7 +14,6 @@ import hashlib
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 from simulation.agent import Agent
@@ -233,7 +232,7 @@ class Cluster:
         assert group is not None
         assert not self.agents, "who lives has seen another record"
         group = msgspec.structs.replace(group, failed_reads=times)
-        self.etcd.data.items[KEYS.group] = replace(item, value=encode(group))
+        self.etcd.data.items[KEYS.group] = msgspec.structs.replace(item, value=encode(group))
         self.invariants.groups[group.number] = group
 
     def exclude(self, *names: str) -> None:

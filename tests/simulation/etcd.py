@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
 
-    from agent.core.model import ClusterView
+    from agent.core.view import ClusterView
 
 KEYS = JobKeys("job")
 

@@ -37,7 +37,6 @@ from agent.core.member_status import MemberStatus
 from agent.core.model import (
     CachedRecords,
     Checkpoint,
-    ClusterView,
     ExitReport,
     Group,
     HandoffRequest,
@@ -48,6 +47,7 @@ from agent.core.model import (
     Spec,
     StateId,
 )
+from agent.core.view import ClusterView
 from agent.store.api import ChangeBatch, KeyChange, KeyValue
 from agent.store.keys import encode
 from trainer_runtime.contract import EXIT_RESTART

@@ -145,7 +145,7 @@ class Mirror:
             self._items[change.key] = change.item
 
     def _deliver(self) -> None:
-        snapshot = Snapshot(self._revision, tuple(self._items[key] for key in sorted(self._items)))
+        snapshot = Snapshot.of(self._revision, tuple(self._items[key] for key in sorted(self._items)))
         view = view_of(snapshot, KEYS, is_whole=self._is_whole)
         self._agent.post(ev.ViewChanged(view))
         if self._cluster.random.random() < self._cluster.drop:

@@ -30,7 +30,6 @@ from agent.core.model import (
     CachedRecords,
     Checkpoint,
     Clock,
-    ClusterView,
     ExitReport,
     Failure,
     Group,
@@ -48,6 +47,7 @@ from agent.core.observations import Observations
 from agent.core.planner import plan
 from agent.core.reasons import CommitRefused
 from agent.core.transitions import WorkerObservations
+from agent.core.view import ClusterView
 from agent.observe.incident_log import complete, draft, open_incident, with_late
 from agent.observe.messages import how_it_ended
 

@@ -18,7 +18,6 @@ from agent.core.incident import GroupChange, Incident, StallReport, WorkerEnd
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Checkpoint,
-    ClusterView,
     Failure,
     Group,
     HandoffRequest,
@@ -31,6 +30,7 @@ from agent.core.model import (
     StateId,
     Suspicion,
 )
+from agent.core.view import ClusterView
 from agent.observe.messages import rivals
 from agent.store.api import ChangeBatch
 

@@ -26,9 +26,7 @@ from agent.core.incident import (
 )
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
-    Backlog,
     CachedRecords,
-    ClusterView,
     ExitReport,
     Failure,
     Group,
@@ -43,6 +41,7 @@ from agent.core.model import (
 from agent.core.observations import Observations
 from agent.core.reasons import Hang, NodesThere
 from agent.core.state import AgentState, Leaving
+from agent.core.view import Backlog, ClusterView
 from agent.observe.incident_log import open_from_records
 from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 

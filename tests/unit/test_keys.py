@@ -15,7 +15,6 @@ from statuses import statuses
 from agent.core.incident import GroupChange, Incident, Phases
 from agent.core.member_status import MemberStatus
 from agent.core.model import (
-    Backlog,
     Checkpoint,
     Group,
     HandoffRequest,
@@ -30,6 +29,7 @@ from agent.core.model import (
     StateId,
     Timing,
 )
+from agent.core.view import Backlog
 from agent.errors import RecordError
 from agent.roles import store as roles
 from agent.store import keys
@@ -228,7 +228,7 @@ def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None
         item(KEYS.statuses(2) + "a", status % 2),
         item(KEYS.statuses(3) + "a", status % 3),
     )
-    view = view_of(Snapshot(9, items), KEYS, is_whole=True)
+    view = view_of(Snapshot.of(9, items), KEYS, is_whole=True)
     assert [node.value.node_id for node in view.nodes] == ["z", "a"]
     assert [each.group for each in view.statuses] == [3]
 
@@ -248,7 +248,7 @@ def backlog_items(group: Group) -> list[KeyValue]:
 
 
 def snapshot(items: list[KeyValue]) -> Snapshot:
-    return Snapshot(9, tuple(sorted(items, key=lambda each: each.key)))
+    return Snapshot.of(9, tuple(sorted(items, key=lambda each: each.key)))
 
 
 def test_a_view_has_what_incidents_that_are_not_written_yet_are_made_from() -> None:
@@ -284,12 +284,12 @@ def test_what_a_snapshot_has_again_is_not_decoded_again() -> None:
     """What was written again or came back is, and a record that was deleted is forgotten."""
     views = Views(KEYS, is_whole=True)
     first, second = item(KEYS.node("a"), encode(NODE)), item(KEYS.node("b"), encode(replace(NODE, node_id="b")))
-    once = views.of(Snapshot(5, (first, second))).nodes
-    again = views.of(Snapshot(6, (first, item(KEYS.node("b"), encode(replace(NODE, node_id="b", nproc=3)))))).nodes
+    once = views.of(Snapshot.of(5, (first, second))).nodes
+    again = views.of(Snapshot.of(6, (first, item(KEYS.node("b"), encode(replace(NODE, node_id="b", nproc=3)))))).nodes
     assert again[0] is once[0]
     assert [node.value.nproc for node in again] == [2, 3]
-    assert views.of(Snapshot(7, (second,))).nodes == once[1:]
-    back = views.of(Snapshot(8, (first, second))).nodes
+    assert views.of(Snapshot.of(7, (second,))).nodes == once[1:]
+    back = views.of(Snapshot.of(8, (first, second))).nodes
     assert back == once
     assert back[0] is not once[0]
 
@@ -298,24 +298,24 @@ def test_an_unreadable_record_of_one_node_does_not_hide_the_other_records() -> N
     """It is of another version. Who asks for the job, rather than follows it, is told."""
     views = Views(KEYS, is_whole=True)
     foreign = item(KEYS.node("b"), b'{"v":2}')
-    snapshot = Snapshot(5, (item(KEYS.node("a"), encode(NODE)), foreign))
+    snapshot = Snapshot.of(5, (item(KEYS.node("a"), encode(NODE)), foreign))
     assert [node.value for node in views.of(snapshot).nodes] == [NODE]
     assert [*views.unread] == [foreign.key]
     with pytest.raises(RecordError, match=foreign.key):
         view_of(snapshot, KEYS, is_whole=True)
-    assert views.of(Snapshot(6, snapshot.items[:1])).nodes
+    assert views.of(Snapshot.of(6, snapshot.items[:1])).nodes
     assert not views.unread
 
 
 def test_jobs_whose_names_begin_alike_are_distinguished() -> None:
     items = tuple(item(JobKeys(name).spec, b"{}") for name in ("job", "job2", "job.1"))
-    assert list(jobs_in(Snapshot(1, items))) == ["job", "job.1", "job2"]
+    assert list(jobs_in(Snapshot.of(1, items))) == ["job", "job.1", "job2"]
 
 
 def test_the_handoff_request_of_an_older_group_is_not_shown() -> None:
     for number, is_shown in ((2, False), (3, True)):
         request = HandoffRequest(group=number, after=1, reason=LOST)
         items = (item(KEYS.group, encode(RECORDS[3])), item(KEYS.handoff, encode(request)))
-        view = view_of(Snapshot(9, items), KEYS, is_whole=True)
+        view = view_of(Snapshot.of(9, items), KEYS, is_whole=True)
         assert (view.handoff is not None) is is_shown
-    assert view_of(Snapshot(9, items[1:]), KEYS, is_whole=True).handoff is None
+    assert view_of(Snapshot.of(9, items[1:]), KEYS, is_whole=True).handoff is None

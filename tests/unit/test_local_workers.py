@@ -12,21 +12,10 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.local_workers import LocalWorkers, Patience, Place, follow_group
 from agent.core.member_status import MemberStatus, WrittenStatus
-from agent.core.model import (
-    ClusterView,
-    Failure,
-    Group,
-    Identity,
-    Inventory,
-    Member,
-    Quiesced,
-    Replica,
-    Spec,
-    StateId,
-    Stored,
-)
+from agent.core.model import Failure, Group, Identity, Inventory, Member, Quiesced, Replica, Spec, StateId, Stored
 from agent.core.reasons import SetUpFailed
 from agent.core.transitions import WorkerObservations, due_status
+from agent.core.view import ClusterView
 from agent.observe.messages import how_it_ended
 
 ME = Identity("a", "i")

@@ -11,17 +11,21 @@ from structlog.testing import capture_logs
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import ClusterView
+from agent.core.view import ClusterView
 from agent.errors import RecordError, StoreUnavailable
 from agent.roles.events import RoleViewChanged
 from agent.roles.model import RoleView
 from agent.runtime import store_client
-from agent.runtime.loop import Core, Heartbeat, Inbox, run_loop
+from agent.runtime.loop import Core, Heartbeat, Inbox, SnapshotArrived, run_loop
 from agent.runtime.store_client import StoreThread
 
 
 def viewed(revision: int) -> ev.ViewChanged:
     return ev.ViewChanged(ClusterView(revision, is_whole=True))
+
+
+def arrived(revision: int) -> SnapshotArrived[Any]:
+    return SnapshotArrived(revision, lambda: viewed(revision))
 
 
 def taken(*events: object) -> list[Any]:
@@ -42,14 +46,21 @@ def test_events_come_in_their_order_and_ticks_when_there_are_none() -> None:
 
 
 def test_of_views_in_a_row_only_the_last_is_handed_out() -> None:
-    assert taken(viewed(3), viewed(4), viewed(4), viewed(6)) == [viewed(6)]
+    assert taken(arrived(3), arrived(4), arrived(4), arrived(6)) == [viewed(6)]
 
 
 def test_a_view_is_not_left_out_for_one_behind_another_event() -> None:
     """What happens between two views is decided on with the first."""
-    lost = ev.StoreLost()
-    events = [viewed(3), lost, viewed(4), ev.PortReserved(1)]
-    assert taken(*events) == events
+    lost, port = ev.StoreLost(), ev.PortReserved(1)
+    assert taken(arrived(3), lost, arrived(4), port) == [viewed(3), lost, viewed(4), port]
+
+
+def test_a_snapshot_that_is_left_out_is_not_decoded_and_one_that_cannot_be_read_only_wakes_the_loop() -> None:
+    def never() -> None:
+        raise AssertionError
+
+    assert taken(SnapshotArrived(3, never), arrived(4)) == [viewed(4)]
+    assert taken(SnapshotArrived(3, lambda: None)) == []
 
 
 @pytest.mark.parametrize(
@@ -62,7 +73,7 @@ def test_a_view_is_not_left_out_for_one_behind_another_event() -> None:
 )
 def test_a_view_of_an_older_revision_is_seen(revisions: list[int], handed_out: list[int]) -> None:
     """Also one that a newer one follows: etcd may have lost what there was, and be past that revision again."""
-    assert taken(*map(viewed, revisions)) == list(map(viewed, handed_out))
+    assert taken(*map(arrived, revisions)) == list(map(viewed, handed_out))
 
 
 def test_every_view_of_a_parameter_server_job_is_handed_out() -> None:

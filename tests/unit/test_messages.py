@@ -54,8 +54,8 @@ ON_DISK = CheckpointOnDisk(node_id="b", checkpoint="n")
 SENTENCES: list[tuple[Reason, str]] = [
     (NodesThere(nodes=1, np="1", is_all=True), "all of 1 node there"),
     (NodesThere(nodes=2, np="1:3"), "2 nodes there (np 1:3)"),
-    (NodesJoined(node_ids=("c", "d"), np="1:4"), "c, d joined (np 1:4)"),
-    (lost("a", "b"), "lost a, b"),
+    (NodesJoined(node_ids=("c", "d"), np="1:4"), "c and d joined (np 1:4)"),
+    (lost("a", "b"), "lost a and b"),
     (HealthCheckFailed(trouble="no GPU"), "its health check failed: no GPU"),
     (SetUpFailed(exit_code=3, signal=None, error=""), "the set-up of the script ended with code 3"),
     (SetUpFailed(exit_code=None, signal=9, error=""), "the set-up of the script ended with signal 9"),
@@ -65,7 +65,7 @@ SENTENCES: list[tuple[Reason, str]] = [
         NodesLost(node_ids=("a",), unfit=(("a", HealthCheckFailed(trouble="no GPU")), ("b", ProcessesLeft(group=3)))),
         "lost a; a is unfit: its health check failed: no GPU; b is unfit: processes of group 3 survive SIGKILL",
     ),
-    (NodesUnreachable(node_ids=("a", "b")), "a, b and the others do not reach each other"),
+    (NodesUnreachable(node_ids=("a", "b")), "a and b and the others do not reach each other"),
     (NodesUnreachable(node_ids=()), ""),
     (WorkersFailed(first=EXITED), "rank 0 on a exited with code 1"),
     (
@@ -85,7 +85,7 @@ SENTENCES: list[tuple[Reason, str]] = [
         "the master's port on a was taken",
     ),
     (Requested(what="np", np="1:3"), "np is now 1:3"),
-    (Requested(what="leave", node_ids=("a", "b")), "a, b was asked to leave"),
+    (Requested(what="leave", node_ids=("a", "b")), "a and b was asked to leave"),
     (Requested(what="exclude", node_ids=("a",)), "a was excluded by an operator"),
     (Requested(what="restart"), "an operator asked for a restart"),
     (Requested(what="pause", by="{me}"), "paused by {me}: nothing changes until it is resumed"),
@@ -99,7 +99,7 @@ SENTENCES: list[tuple[Reason, str]] = [
     (FEW, "waiting for 1 of 2 nodes; here: a"),
     (
         NodesMissing(missing=1, needed=1, here=(), last=LOST, left_out=("a", "b")),
-        f"waiting for 1 of 1 node; here: none; lost x; left out: a, b ({OUT})",
+        f"waiting for 1 of 1 node; here: none; lost x; left out: a and b ({OUT})",
     ),
     (Training(nodes=1), "training on 1 node"),
     (Training(nodes=2, np="1:3"), "training on 2 nodes (np 1:3)"),
@@ -112,7 +112,7 @@ SENTENCES: list[tuple[Reason, str]] = [
         Waiting(what="nodes", because=NodesThere(nodes=2, np="1:3")),
         "2 nodes there (np 1:3); waiting a moment for more",
     ),
-    (Waiting(what="return", node_ids=("a", "b")), "etcd was away; waiting for a, b to return"),
+    (Waiting(what="return", node_ids=("a", "b")), "etcd was away; waiting for a and b to return"),
     (
         Waiting(what="lease", node_ids=("b",), because=WorkersFailed(first=PEER)),
         "rank 0 on a exited with code 1 of a broken connection; checking the lease of b",
@@ -145,7 +145,7 @@ SENTENCES: list[tuple[Reason, str]] = [
         Waiting(what="warm", node_ids=("c",), because=Training(nodes=2)),
         "training on 2 nodes; waiting for c to be warm",
     ),
-    (Waiting(what="inventory", node_ids=("a", "b")), "waiting for a, b to say what can be resumed from"),
+    (Waiting(what="inventory", node_ids=("a", "b")), "waiting for a and b to say what can be resumed from"),
     (Waiting(what="checkpoint", because=ON_DISK), "waiting for b: only its own disk has the checkpoint n"),
     (
         Waiting(what="handoff", because=Requested(what="np", np="2")),

@@ -10,13 +10,14 @@ from nodes import ME, POLICY, node
 from reasons import FINISHED, LOST
 
 from agent.core.local_workers import LocalWorkers
-from agent.core.model import CachedRecords, ClusterView, Group, Leader, Member, Node, NodeInfo, Result, Spec, Stored
+from agent.core.model import CachedRecords, Group, Leader, Member, Node, NodeInfo, Result, Spec, Stored
 from agent.core.proposals import Plan
 from agent.core.reasons import AskedToEnd, NodesMissing, SetUpFailed
 from agent.core.state import AgentState, Leaving
+from agent.core.view import ClusterView
 from agent.observe.notices import EtcdOutageNotice, NodeDifferences, SetUpNotice, WaitNotices
 
-REASON = "waiting for 1 of 3 nodes; here: a, b"
+REASON = "waiting for 1 of 3 nodes; here: a and b"
 WAITS = NodesMissing(missing=1, needed=3, here=("a", "b"))
 FACTS = (("python", "3.11.2"), ("script", "abc"), ("torch", "2.13.0"))
 

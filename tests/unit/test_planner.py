@@ -19,7 +19,6 @@ from agent.core.member_status import MemberStatus
 from agent.core.model import (
     CachedRecords,
     Checkpoint,
-    ClusterView,
     ExitReport,
     Failure,
     Group,
@@ -48,6 +47,7 @@ from agent.core.reasons import (
     Waiting,
     WorkersFailed,
 )
+from agent.core.view import ClusterView
 
 
 def spec(np_min: int, np_max: int | None = None) -> Stored[Spec]:

@@ -176,14 +176,21 @@ def test_changes_after_a_damaged_whole_file_do_not_follow_the_next_one(tmp_path:
 
 def test_a_replica_that_becomes_the_primary_needs_no_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It writes its rows once the disk is back, with a number above all existing files."""
+
+    def mount(name: str) -> None:
+        (tmp_path / "next").symlink_to(name)
+        (tmp_path / "next").replace(tmp_path / "disk")  # at once: between two steps its directory would be made again
+
+    (tmp_path / "real").mkdir()
+    (tmp_path / "none").touch()
+    mount("real")
     older = new_shard()
     train(older, 1)
     directory = tmp_path / "disk" / "shard"
     before = ShardPersistence(directory, older, threading.Condition())
     before.restore()
     before.write()
-    (tmp_path / "disk").rename(tmp_path / "away")
-    (tmp_path / "disk").touch()
+    mount("none")
 
     shard = new_shard()
     train(shard, 5)
@@ -191,8 +198,7 @@ def test_a_replica_that_becomes_the_primary_needs_no_disk(tmp_path: Path, caplog
     persister.follow()
     persister.start()
     wait_for(lambda: "cannot be written" in caplog.text, "an error in the log")
-    (tmp_path / "disk").unlink()
-    (tmp_path / "away").rename(tmp_path / "disk")
+    mount("real")
     wait_for((directory / "whole-000002.rows").exists, "a file with rows")
     persister.close()
     assert restored(directory)[0].applied == shard.applied

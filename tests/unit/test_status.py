@@ -15,7 +15,6 @@ from statuses import statuses
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport
 from agent.core.model import (
     Checkpoint,
-    ClusterView,
     ExitReport,
     Failure,
     Group,
@@ -31,6 +30,7 @@ from agent.core.model import (
     Suspicion,
 )
 from agent.core.reasons import HealthCheckFailed, NodesLost, Requested
+from agent.core.view import ClusterView
 from agent.observe.status import job_status, render
 
 MEMBER = Member(node_id="a", incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=2)

@@ -14,8 +14,9 @@ from reasons import lost
 from records import Run
 from structlog.testing import capture_logs
 
-from agent.core.model import Checkpoint, ClusterView, Member, Node, Result, Spec, StateId, Stored
+from agent.core.model import Checkpoint, Member, Node, Result, Spec, StateId, Stored
 from agent.core.reasons import FailedWorker, NotRetried
+from agent.core.view import ClusterView
 from agent.web.events import EventLog, changes
 from agent.web.hub import KnownJobState
 

@@ -21,7 +21,6 @@ from agent.core.local_workers import LocalWorkers
 from agent.core.model import (
     CachedRecords,
     Checkpoint,
-    ClusterView,
     ExitReport,
     Failure,
     Group,
@@ -43,6 +42,7 @@ from agent.core.planner import plan
 from agent.core.proposals import Plan
 from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft
 from agent.core.state import AgentState, Leaving
+from agent.core.view import ClusterView
 from agent.observe.announcements import Announced, announce
 from agent.observe.messages import describe, describe_exit
 from agent.observe.stragglers import Straggler
@@ -166,7 +166,7 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
             policy=replace(POLICY, elastic_timeout_s=9.0),
         ),
         # A group begins.
-        case("waiting for a, b to say what can be resumed from", view(SPEC, A, B, begun=0)),
+        case("waiting for a and b to say what can be resumed from", view(SPEC, A, B, begun=0)),
         case(
             "waiting for b to say what can be resumed from",
             view(SPEC, A, B, begun=0, parts=HELD_BY_ALL[:1]),
@@ -296,7 +296,7 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
         (replace(TOLD, has_joined=False), replace(SETTLED, view=view(SPEC, A, group=None)), ["joined job job as a"]),
         (replace(TOLD, np=""), SETTLED, ["the job's np is 2; --np=3 given here is not used"]),
         (replace(TOLD, np="1"), SETTLED, ["np is now 2 (by someone)"]),
-        (TOLD, replace(SETTLED, cached=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; lost x"]),
+        (TOLD, replace(SETTLED, cached=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a and b; lost x"]),
         (
             TOLD,
             replace(SETTLED, cached=CachedRecords(spec=SPEC, group=but(PAIR, members=(A.member,)))),

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 from agent.core.incident import Incident
-from agent.core.model import ClusterView, Group, Result, Spec
+from agent.core.model import Group, Result, Spec
+from agent.core.view import ClusterView
 from agent.observe.goodput import Outage, RunStatistics, outages, run_statistics
 from agent.observe.report.timeline import FaultMark, Span, fault_marks, rows, spans
 
