@@ -14,8 +14,12 @@ from agent.observe.report.run_history import RunHistory
 
 BEGAN_AT = 1795300000.0
 """When the run's first group was written."""
-START = Phases(detect_s=0.0, agree_s=1.0, stop_s=0.0, start_s=2.0, join_s=0.5, load_s=0.1, first_step_s=0.4)
-RESTART = Phases(detect_s=0.5, agree_s=0.5, stop_s=0.25, start_s=1.0, join_s=0.5, load_s=0.25, first_step_s=0.5)
+START = Phases(
+    detect_s=0.0, agree_s=1.0, stop_s=0.0, start_s=2.0, join_s=0.5, set_up_s=0.0, load_s=0.1, first_step_s=0.4
+)
+RESTART = Phases(
+    detect_s=0.5, agree_s=0.5, stop_s=0.25, start_s=1.0, join_s=0.5, set_up_s=0.0, load_s=0.25, first_step_s=0.5
+)
 
 
 def failure(rank: int, **told: object) -> Failure:

@@ -67,20 +67,26 @@ class Milestones:
     """This runtime had been imported."""
     joined: float = 0.0
     """This rank had joined a process group, or was found to be in one."""
+    set_up: float = 0.0
+    """The script had set up: it asked for its State."""
     loaded: float = 0.0
     """The State was restored."""
 
     def begin_again(self) -> None:
         """Note that the process goes on in another group."""
-        self.entered, self.joined, self.loaded = boot_time(), 0.0, 0.0
+        self.entered, self.joined, self.set_up, self.loaded = boot_time(), 0.0, 0.0, 0.0
 
     def note_joined(self) -> None:
         """Note that the process is in a process group; only the first call counts."""
         self.joined = self.joined or boot_time()
 
+    def note_set_up(self) -> None:
+        """Note that the script has set up; the last call counts."""
+        self.note_joined()
+        self.set_up = boot_time()
+
     def note_loaded(self) -> None:
         """Note that the State is restored; the last call counts."""
-        self.note_joined()
         self.loaded = boot_time()
 
 

@@ -45,7 +45,7 @@ is closed when the agent exits.
 | worker | `{"ask": "place"}` | This process has set up, or its group broke: which group does it enter? Answer: `move` |
 | worker | `{"can_move": boolean}` | whether this rank can do that; no answer |
 | worker | `{"moved": true}` | it has left the old group: what it sends from now on is of the new one; no answer |
-| worker | `{"started": {"entered", "joined", "loaded", "stepped", "step"}}` | the first step is committed; no answer |
+| worker | `{"started": {"entered", "joined", "set_up", "loaded", "stepped", "step"}}` | first step made; no answer |
 | worker | `{"snapshot": {"step"}}` | the snapshot of this step is complete; no answer |
 | worker | `{"damaged": {"kind", "rank"}}` | this piece of the snapshot to restore is damaged; no answer |
 | agent | `{"map": {"number", "places"}}` | where each shard of a parameter-server job is; see `shard_map` |
@@ -59,8 +59,8 @@ a private name. A state is identified by `{"run", "group", "step", "save"}`. A c
 the handoff that it was made for, or 0; the node whose own disk has it, or an empty string if all nodes see it; and for
 people, the bytes of its files, the seconds until they were on disk, and when that began. Other keys in an answer are
 ignored. The times in `started` are seconds since boot (CLOCK_BOOTTIME): when this runtime had been imported, when the
-rank had joined a process group, when its State was restored, and when its first step was committed; `step` is the
-number of that step.
+rank had joined a process group, when its script had set up and asked for its State, when that was restored, and when
+its first step was committed; `step` is the number of that step.
 
 A rank writes **snapshots** into memory that its agent created (`SNAPSHOT_FD`); `snapshot_page` has the layout. They
 need no answer: `snapshot` may come at any time, also while a question is open. If the restore point is not the

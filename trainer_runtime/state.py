@@ -246,6 +246,7 @@ class State:
             watch_own_time(self._contents.of_type(nn.Module))
 
     def _restore(self, *, turn: int) -> None:
+        milestones.note_set_up()
         restorer = Restorer(
             directory=self._directory,
             run=self._run,

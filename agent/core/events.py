@@ -167,6 +167,8 @@ class RanksStarted:
     """It had imported `trainer_runtime`."""
     joined: float
     """It had joined a process group."""
+    set_up: float
+    """It had set up the script, and asked for the state that it begins from."""
     loaded: float
     """It had loaded the state that it begins from."""
     stepped: float

@@ -44,6 +44,8 @@ class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Until the new processes were started and had imported `trainer_runtime`."""
     join_s: Seconds | None = None
     """Until all ranks had joined a process group."""
+    set_up_s: Seconds | None = None
+    """Until their scripts had set up: until they asked for the restore point."""
     load_s: Seconds | None = None
     """Until they had loaded the restore point."""
     first_step_s: Seconds | None = None
@@ -168,9 +170,11 @@ class TransitionReport(MemberRecord, frozen=True, kw_only=True):
     stopped_s: Seconds
     """No process of the old workers was left."""
     entered_s: Seconds | None = None
-    """Its last rank had imported `trainer_runtime`. Like the next three, None until all ranks have made a step."""
+    """Its last rank had imported `trainer_runtime`. Like the next four, None until all ranks have made a step."""
     joined_s: Seconds | None = None
     """Its last rank had joined a process group."""
+    set_up_s: Seconds | None = None
+    """Its last rank had set up the script, and asked for the restore point."""
     loaded_s: Seconds | None = None
     """Its last rank had loaded the restore point."""
     stepped_s: Seconds | None = None

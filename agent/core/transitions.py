@@ -142,6 +142,7 @@ def _transition(
         report,
         entered_s=began.entered - observed.seen_at,
         joined_s=began.joined - observed.seen_at,
+        set_up_s=began.set_up - observed.seen_at,
         loaded_s=began.loaded - observed.seen_at,
         stepped_s=began.stepped - observed.seen_at,
     )

@@ -95,9 +95,8 @@ def _outage(incident: Incident, following: Incident | None, now: float, *, repor
     """
     phases = incident.phases
     stopped_at = incident.at + (phases.stop_s or 0.0)
-    ended_at: float | None = stopped_at + sum(
-        part or 0.0 for part in (phases.start_s, phases.join_s, phases.load_s, phases.first_step_s)
-    )
+    started = (phases.start_s, phases.join_s, phases.set_up_s, phases.load_s, phases.first_step_s)
+    ended_at: float | None = stopped_at + sum(part or 0.0 for part in started)
     by_phase = {name: getattr(phases, name) or 0.0 for name in Phases.__struct_fields__}
     if not phases.is_complete and (reports_steps or not incident.members):
         ended_at = began_at(following) if following is not None else None
@@ -164,8 +163,7 @@ def training_since(incident: Incident) -> float:
     if not incident.is_first_start:
         return incident.began_at
     phases = incident.phases
-    parts = (phases.stop_s, phases.start_s, phases.join_s, phases.load_s, phases.first_step_s)
-    return incident.at + sum(part or 0.0 for part in parts)
+    return incident.at + phases.after_s
 
 
 def goodput(totals: Totals, began_at: float, now: float) -> float:

@@ -220,11 +220,11 @@ def _phases(before: Phases, reports: Sequence[TransitionReport]) -> Phases:
     if any(report.stepped_s is None for report in reports):
         return msgspec.structs.replace(before, stop_s=stopped)
     ends = [stopped]
-    for name in ("entered_s", "joined_s", "loaded_s", "stepped_s"):
+    for name in ("entered_s", "joined_s", "set_up_s", "loaded_s", "stepped_s"):
         ends.append(max(ends[-1], *(getattr(report, name) for report in reports)))
-    start, join, load, first_step = (end - begin for begin, end in pairwise(ends))
+    start, join, set_up, load, first_step = (end - begin for begin, end in pairwise(ends))
     return msgspec.structs.replace(
-        before, stop_s=stopped, start_s=start, join_s=join, load_s=load, first_step_s=first_step
+        before, stop_s=stopped, start_s=start, join_s=join, set_up_s=set_up, load_s=load, first_step_s=first_step
     )
 
 

@@ -93,6 +93,7 @@ _PHASE_MEANING = {
     "stop": "to stop the old workers",
     "start": "to start the new workers",
     "join": "for all ranks to join the process group",
+    "set up": "for the script to set up",
     "load": "to load the restore point",
     "first step": "for the first step",
 }

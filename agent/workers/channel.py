@@ -52,6 +52,7 @@ class StartedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     entered: Seconds
     joined: Seconds
+    set_up: Seconds
     loaded: Seconds
     stepped: Seconds
     step: Count

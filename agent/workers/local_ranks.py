@@ -120,7 +120,7 @@ class LocalRanks:
         self.has_started = True
         latest = {
             name: max(getattr(started, name) for started in reports)
-            for name in ("entered", "joined", "loaded", "stepped", "step")
+            for name in ("entered", "joined", "set_up", "loaded", "stepped", "step")
         }
         can_move = all(channel.can_move for channel in self.channels)
         return RanksStarted(group=self.group, can_move=can_move, **latest)

@@ -102,7 +102,7 @@ class _Led:
         self._put(self._keys.status(status), status)
 
     def _report(self, node: Node) -> float:
-        self._put_status(node, entered_s=0.1, joined_s=0.2, loaded_s=0.3, stepped_s=0.4)
+        self._put_status(node, entered_s=0.1, joined_s=0.2, set_up_s=0.3, loaded_s=0.4, stepped_s=0.5)
         return self._turn()
 
     def _come_and_go(self, node: Node) -> tuple[float, float]:

@@ -141,9 +141,9 @@ class Incidents:
         assert len(values) <= _VALUES, f"{key} has changed more often than there is news"
 
     def _on_transition(self, report: TransitionReport) -> None:
-        times = [report.stopped_s, report.entered_s, report.joined_s, report.loaded_s, report.stepped_s]
-        known = [each for each in times if each is not None]
-        assert len(known) in {1, 5}, report
+        begun = [report.entered_s, report.joined_s, report.set_up_s, report.loaded_s, report.stepped_s]
+        known = [each for each in (report.stopped_s, *begun) if each is not None]
+        assert len(known) in {1, 6}, report
         assert known == sorted(known), report
         assert report.stopped_s >= 0.0, report
         group = self._cluster.group

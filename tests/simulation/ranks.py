@@ -181,10 +181,11 @@ class Ranks:
         assert self.world is not None
         now = self._agent.clock()
         loaded = max(self.started_at, now - (self._cluster.now - self.world.loaded_at))
-        joined = (self.started_at + loaded) / 2
+        set_up = (self.started_at + loaded) / 2
+        joined = (self.started_at + set_up) / 2
         entered = (self.started_at + joined) / 2
         can_move = self.can_move = self._cluster.training.moves
-        self._agent.post(ev.RanksStarted(self.number, entered, joined, loaded, now, self.world.step, can_move))
+        self._agent.post(ev.RanksStarted(self.number, entered, joined, set_up, loaded, now, self.world.step, can_move))
 
     def _set_handoff(self, group: int, number: int, *, in_memory: bool) -> None:
         """It stands on their page, and they see it when they look."""

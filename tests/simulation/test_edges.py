@@ -400,9 +400,8 @@ def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
     member = Member(node_id="a", incarnation="i", address="h", nproc=1, port=1, link=2)
     group = msgspec.structs.replace(shown.group.value, members=(member,))
     made = Incident(run="r", group=2, cause="lost", reason=LOST, at=9.0, began_at=1.0, members=(), phases=Phases())
-    told = TransitionReport(
-        group=2, node_id="a", incarnation="i", stopped_s=0.0, entered_s=0.5, joined_s=1.0, loaded_s=2.0, stepped_s=11.0
-    )
+    times = {"entered_s": 0.5, "joined_s": 1.0, "set_up_s": 1.5, "loaded_s": 2.0, "stepped_s": 11.0}
+    told = TransitionReport(group=2, node_id="a", incarnation="i", stopped_s=0.0, **times)
     completed = complete(msgspec.structs.replace(made, members=members_of(group)), (told,), 0)
     view = replace(shown, group=Stored(group, 2, 2))
     came = Observations(group=2, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=110.0)

@@ -280,7 +280,7 @@ def test_the_table_shows_phases_on_request_and_marks_open_incidents() -> None:
     table = shown(crash(phases=Phases(detect_s=2.0)), with_phases=True)
     assert "first step" in table
     row = [cell.strip() for cell in table.splitlines()[3].split("│")]
-    assert row[5:13] == ["2.00", "", "", "", "", "", "", "2.00+"]
+    assert row[5:14] == ["2.00", "", "", "", "", "", "", "", "2.00+"]
 
 
 def test_a_reason_is_never_markup_and_many_members_are_counted() -> None:

@@ -22,7 +22,7 @@ def test_downtime_is_summed_by_phase_and_by_cause() -> None:
         ("lost", 1, 4.5, 2),
     ]
     assert statistics.downtime_by_phase == {
-        **dict(zip(DOWNTIME_PHASES, (1.5, 1.5, 0.75, 3.0, 1.5, 0.75, 1.5), strict=False)),
+        **dict(zip(DOWNTIME_PHASES, (1.5, 1.5, 0.75, 3.0, 1.5, 0.0, 0.75, 1.5), strict=False)),
         REPLAY: 3.0,
     }
     assert sum(statistics.downtime_by_phase.values()) == statistics.downtime_s

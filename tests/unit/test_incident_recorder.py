@@ -75,7 +75,7 @@ def change(number: int, **fields: Any) -> GroupChange:  # noqa: ANN401 - of a re
 
 
 def moved(number: int, *, stepped_s: float | None = 4.0, before: int = 7) -> TransitionReport:
-    times = dict.fromkeys(("entered_s", "joined_s", "loaded_s"), None if stepped_s is None else 1.0)
+    times = dict.fromkeys(("entered_s", "joined_s", "set_up_s", "loaded_s"), None if stepped_s is None else 1.0)
     return TransitionReport(group=number, **BY, stopped_s=0.5, stepped_s=stepped_s, before=before, **times)
 
 

@@ -35,6 +35,7 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "_phases", phases._Phases())
     start_without_agent(monkeypatch)
     monkeypatch.setattr(agent_channel.milestones, "joined", 0.0)
+    monkeypatch.setattr(agent_channel.milestones, "set_up", 0.0)
     monkeypatch.setattr(agent_channel.milestones, "loaded", 0.0)
 
 
@@ -110,9 +111,12 @@ def test_the_first_step_is_reported_once_with_the_times_of_the_milestones(agent:
             state.commit()
     wait_for(lambda: agent.started, "the message")
     [told] = agent.started
-    assert set(told) == {"entered", "joined", "loaded", "stepped", "step"}
-    assert told["step"] == 1
-    assert told["entered"] <= began <= told["joined"] <= told["loaded"] <= told["stepped"] <= agent_channel.boot_time()
+    step = told.pop("step")
+    assert [*told] == ["entered", "joined", "set_up", "loaded", "stepped"]
+    assert step == 1
+    assert [*told.values()] == sorted(told.values())
+    assert told["entered"] <= began <= told["joined"]
+    assert told["stepped"] <= agent_channel.boot_time()
 
 
 def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:

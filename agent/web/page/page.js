@@ -3,7 +3,7 @@
 
 const $ = (id) => document.getElementById(id);
 const STATES = ["training", "recovering", "stopped", "waiting"];
-const PHASES = ["detect_s", "agree_s", "stop_s", "start_s", "join_s", "load_s", "first_step_s", "replay_s"];
+const PHASES = ["detect_s", "agree_s", "stop_s", "start_s", "join_s", "set_up_s", "load_s", "first_step_s", "replay_s"];
 const RANKS = {
   starting: "starting", training: "", phase: "in a phase without steps", quiesced: "quiesced for a handoff", ended: "ended",
   unknown: "no answer",
