@@ -512,6 +512,8 @@ class State:
 
     def _do_due_work(self) -> None:
         pos, saver = self._pos, self._require_restored()
+        with exit_without_restart(self._channel):
+            self._contents.require_boundary()
         if pos.due == 0:
             set_up.end()
             # Not left to the first save, which may be an hour away and involves only rank 0.
