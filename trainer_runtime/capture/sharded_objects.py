@@ -165,7 +165,7 @@ class ShardedObjects:
 
     def gather(self) -> Gathering:
         """Return an object that collects what this rank needs."""
-        own = {
+        own: dict[TensorPath, Block] = {
             (name, key): Block(*_named_place(tensor, name, key), tuple(local_of(tensor).shape))
             for name, group in self._groups.items()
             for key, tensor in _once(dict(_tensors(group))).items()
