@@ -114,6 +114,10 @@ class Contents:
         """Return the objects of this type, by name."""
         return {name: thing for name, thing in self._objects.items() if isinstance(thing, kind)}
 
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers, also those in engines; some wrap another one."""
+        return [*self.of_type(Optimizer), *(engine.optimizer for engine in self.engines)]
+
     def read(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the objects and values that are whole and equal on all ranks."""
         return {**{name: read_state(thing) for name, thing in self._whole.items()}, **self._values}

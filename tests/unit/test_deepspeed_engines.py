@@ -6,6 +6,7 @@ uses. `integration/test_deepspeed.py` runs DeepSpeed itself where it is installe
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,8 +18,12 @@ from unit.test_runtime_state import settle
 import trainer_runtime as tr
 from trainer_runtime import contract
 from trainer_runtime.contents import Contents, OtherWorldError
+from trainer_runtime.flat import Flattener
+from trainer_runtime.snapshot_copy import SnapshotCopier
+from trainer_runtime.snapshot_memory import SnapshotMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -64,18 +69,25 @@ class DeepSpeedZeroOptimizer:
 
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - DeepSpeed's name
-    """Stage 3: the module's parameters are elsewhere."""
+    """Stage 3: the module's parameters are elsewhere, and the base optimizer has them while it steps or is read."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         super().__init__(base)
         self.fp32_partitioned_groups_flat = self.single_partition_of_fp32_groups
         self.events: list[str] = []
+        base.param_groups[0]["params"] = []
+
+    @contextmanager
+    def with_groups(self) -> Iterator[None]:
+        group = self.optimizer.param_groups[0]
+        group["params"] = self.fp32_partitioned_groups_flat
+        yield
+        self.optimizer.param_groups[0]["params"] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_flat_groups": self.fp32_partitioned_groups_flat,
-        }
+        with self.with_groups():
+            state = self.optimizer.state_dict()
+        return {"optimizer_state_dict": state, "fp32_flat_groups": self.fp32_partitioned_groups_flat}
 
     def load_state_dict(self, states: dict[int, dict[str, Any]], **options: bool) -> None:
         state = states[0]
@@ -83,7 +95,8 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - Dee
             "base_optimizer_state": state["optimizer_state_dict"],
             "single_partition_of_fp32_groups": state["fp32_flat_groups"],
         }
-        super().load_state_dict({0: own}, **options)
+        with self.with_groups():
+            super().load_state_dict({0: own}, **options)
         self.events.append("loaded")
 
     def checkpoint_event_prologue(self) -> None:
@@ -96,11 +109,11 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # noqa: N801 - Dee
 class DeepSpeedEngine(nn.Module):
     """An engine with one group of parameters, which are zero until it has trained."""
 
-    def __init__(self, kind: type[DeepSpeedZeroOptimizer] | None = DeepSpeedZeroOptimizer) -> None:
+    def __init__(self, kind: type[DeepSpeedZeroOptimizer] | None = DeepSpeedZeroOptimizer, size: int = 10) -> None:
         super().__init__()
         self.module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).bfloat16()
-        weights = torch.zeros(10, requires_grad=True)
-        self.basic_optimizer: torch.optim.Optimizer = torch.optim.Adam([weights])
+        self.weights = torch.zeros(size, requires_grad=True)
+        self.basic_optimizer: torch.optim.Optimizer = torch.optim.Adam([self.weights])
         self.optimizer: Any = self.basic_optimizer if kind is None else kind(self.basic_optimizer)
         self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.basic_optimizer, 1)
         self.seq_dp_world_size = self.mp_world_size = 1
@@ -114,10 +127,6 @@ class DeepSpeedEngine(nn.Module):
                 parameter.ds_tensor = torch.zeros(parameter.numel())  # type: ignore[attr-defined]
             self.module[0].bias.requires_grad_(False)
 
-    @property
-    def weights(self) -> torch.Tensor:
-        return self.basic_optimizer.param_groups[0]["params"][0]
-
     def gradient_accumulation_steps(self) -> int:
         return 2
 
@@ -130,8 +139,9 @@ class DeepSpeedEngine(nn.Module):
     curriculum_learning_enabled = random_ltd_enabled
 
     def train_step(self) -> None:
-        self.weights.grad = torch.arange(10.0)
-        self.basic_optimizer.step()
+        self.weights.grad = torch.arange(float(len(self.weights)))
+        with getattr(self.optimizer, "with_groups", nullcontext)():
+            self.basic_optimizer.step()
         self.lr_scheduler.step()
         with torch.no_grad():
             for parameter in self.module.parameters():
@@ -195,6 +205,25 @@ def test_what_was_restored_does_not_refer_to_the_checkpoint(tmp_path: Path) -> N
     assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
+@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
+def test_partitions_are_copied_by_a_thread_until_the_next_step(kind: type[DeepSpeedZeroOptimizer]) -> None:
+    engine, told = DeepSpeedEngine(kind, 1 << 17), list[int]()
+    contents, memory = Contents({"engine": engine}), SnapshotMemory(None, 0)
+    copier = SnapshotCopier(contents, memory, told.append)
+    engine.train_step()
+    flat = Flattener().flatten(contents.read()), Flattener().flatten(contents.read_part())
+    expected = engine.weights.detach().clone()
+    capture = copier.copy(memory.begin(1, 1, *flat), may_defer=True)
+    assert copier.is_copying
+    engine.train_step()
+    assert not copier.is_copying
+    copier.join()
+    assert told == [1]
+    _, part = capture.read()
+    (copied,) = part["sharded"]["engine"]["weights.0"].values()
+    assert torch.equal(copied[0], expected)
+
+
 def test_an_engine_of_another_stage_or_module_is_refused(tmp_path: Path) -> None:
     one = DeepSpeedEngine()
     state = new_state(tmp_path, engine=one)
@@ -205,6 +234,10 @@ def test_an_engine_of_another_stage_or_module_is_refused(tmp_path: Path) -> None
     other = DeepSpeedEngine(DeepSpeedZeroOptimizer_Stage3)
     with pytest.raises(ValueError, match="engine was saved with another optimizer: wanted DeepSpeedZeroOptimizer, got"):
         new_state(tmp_path, engine=other).restore()
+    two = DeepSpeedEngine()
+    two.optimizer.round_robin_gradients = True
+    with pytest.raises(ValueError, match="saved with another round_robin_gradients: wanted None, got True"):
+        new_state(tmp_path, engine=two).restore()
     two = DeepSpeedEngine()
     two.module.append(nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"engine was saved with another module: on one side only: 2\.bias, 2\.weight"):

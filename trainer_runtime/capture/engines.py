@@ -68,6 +68,8 @@ _DIVIDED = {
     "DeepSpeedZeroOptimizer_Stage3": _Names("fp32_partitioned_groups_flat", "fp32_flat_groups", "optimizer_state_dict"),
 }
 """The optimizers that divide their state, by class."""
+_ORDERING = ("round_robin_gradients", "parameter_alignment")
+"""Options of ZeRO that change where a parameter is in a partition, but hardly the partition's size."""
 _WHOLE = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
 _NUMBERS = (bool, int, float)
 
@@ -101,9 +103,14 @@ class Engine:
         """Whether ranks hold different parts."""
         return self._names is not None
 
+    @property
+    def optimizer(self) -> Any:  # noqa: ANN401 - as above
+        """The engine's optimizer, which may wrap another one."""
+        return self._engine.optimizer
+
     def owns(self, thing: object) -> bool:
-        """Return whether this is the optimizer that the engine has wrapped, whose state it saves itself."""
-        return thing is self._engine.basic_optimizer
+        """Return whether this is an optimizer that the engine has, whose state it saves itself."""
+        return thing in (self._engine.basic_optimizer, self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is equal on all ranks.
@@ -175,7 +182,7 @@ class Engine:
         """
         self.require_boundary()
         partitions = self._partitions()
-        base = self._engine.optimizer.state_dict()[self._require_names().base_key]
+        base = self.optimizer.state_dict()[self._require_names().base_key]
         tensors: dict[str, dict[str, dict[Place, torch.Tensor]]] = {}
         plain: dict[str, dict[str, Any]] = {}
         for index, state in base["state"].items():
@@ -196,7 +203,7 @@ class Engine:
 
     def load(self, captured: Captured) -> None:
         """Load this rank's rows, after `load_state_dict`; a collective in stage 3."""
-        names, optimizer = self._require_names(), self._engine.optimizer
+        names, optimizer = self._require_names(), self.optimizer
         rows = {key: _only(placed).flatten() for key, placed in captured[self.name].items()}
         kept = captured[_OPTIMIZER.format(self.name)]
         if hasattr(optimizer, "checkpoint_event_prologue"):  # stage 3: frees what it has gathered
@@ -225,10 +232,11 @@ class Engine:
     def _kind(self) -> dict[str, Any]:
         """Return what must be the same when the engine is restored."""
         divided = {key: list(parameter.ds_shape) for key, parameter in self._divided.items()}
-        return {"optimizer": type(self._engine.optimizer).__name__, "shapes of parameters": divided}
+        options = {each: getattr(self.optimizer, each, None) for each in _ORDERING}
+        return {"optimizer": type(self.optimizer).__name__, "shapes of parameters": divided, **options}
 
     def _partitions(self) -> dict[str, torch.Tensor]:
-        weights = getattr(self._engine.optimizer, self._require_names().weights)
+        weights = getattr(self.optimizer, self._require_names().weights)
         return {**{_key(index): each for index, each in enumerate(weights)}, **dict(self._frozen())}
 
     def _frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
