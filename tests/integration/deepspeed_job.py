@@ -30,7 +30,8 @@ def main() -> None:
     dtype = sys.argv[6] if len(sys.argv) > 6 else "fp32"
     tr.init()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.1), nn.Linear(33, 5))
+    norm = nn.BatchNorm1d if dtype == "fp32" else nn.LayerNorm  # BatchNorm mixes types in the others
+    net = nn.Sequential(nn.Linear(8, 33), norm(33), nn.ReLU(), nn.Dropout(0.1), nn.Linear(33, 5))
     net[0].bias.requires_grad_(False)
     engine, *_ = deepspeed.initialize(
         model=net,
