@@ -27,15 +27,22 @@ from trainer_runtime.values import (
 )
 
 if TYPE_CHECKING:
-    from trainer_runtime.capture.sharded_objects import ShardedObjects
+    from trainer_runtime.capture.engines import Engine
+    from trainer_runtime.capture.shards import Shards
 
 T = TypeVar("T")
 
 _EXTRA_STATE = "_extra_state"
 """The end of the keys under which modules keep what is neither parameter nor buffer."""
 
+_ENGINE = "DeepSpeedEngine"
+
 SHARDED = "sharded"
 """The key of what a rank holds of sharded objects, in its part of a snapshot and in the content to load."""
+
+
+class OtherWorldError(RuntimeError):
+    """Something was saved by another number of ranks, and cannot be divided anew."""
 
 
 class Contents:
@@ -54,15 +61,19 @@ class Contents:
         self._own: dict[str, Stateful] = {}
         self._generators: dict[str, torch.Generator] = {}
         for name, thing in things.items():
-            _refuse_deepspeed(name, thing.thing if isinstance(thing, PerRank) else thing)
+            if not _is_deepspeeds(thing, _ENGINE):
+                _refuse_deepspeed(name, thing.thing if isinstance(thing, PerRank) else thing)
             self._add(name, thing)
         modules = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
         for name, module in modules.items():
             _refuse_fsdp1(name, module)
-        self.shards = _find_shards(self._objects)
-        """The sharded objects; None if no object is sharded."""
+        self.engines = _find_engines(self._objects)
+        """DeepSpeed's engines."""
+        self.shards = _find_shards(self._objects, self.engines)
+        """The objects of which each rank holds a part; None if there are none."""
         sharded = self.shards.names if self.shards is not None else frozenset()
         self._whole = {name: thing for name, thing in self._objects.items() if name not in sharded}
+        self._whole |= {engine.name: engine for engine in self.engines}
         self.parts = Parts(self._own, modules, self._generators)
         self._outlines = {name: found for name, value in self._values.items() if (found := outline(value)) is not None}
         self._committed: dict[str, Any] | None = None
@@ -102,6 +113,10 @@ class Contents:
     def by_type(self, kind: type[T]) -> dict[str, T]:
         """Return the objects of this type, by name."""
         return {name: thing for name, thing in self._objects.items() if isinstance(thing, kind)}
+
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers, also those in engines; some wrap another one."""
+        return [*self.of_type(Optimizer), *(engine.optimizer for engine in self.engines)]
 
     def read(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the objects and values that are whole and equal on all ranks."""
@@ -167,6 +182,20 @@ class Contents:
                 memory.add(read_state(thing))
         for name, given in self._values.items():
             self._values[name] = restore_value(name, given, saved[name], memory)
+
+    def require_boundary(self) -> None:
+        """Raise RuntimeError if an engine is accumulating gradients, which are not saved."""
+        for engine in self.engines:
+            engine.require_boundary()
+
+    def require_world(self, saved_size: int, size: int) -> None:
+        """Raise OtherWorldError if something can only be restored by as many ranks as have saved it."""
+        if self.engines and saved_size != size:
+            raise OtherWorldError(
+                f"State cannot restore {self.engines[0].name}: {saved_size} ranks saved what DeepSpeed has divided "
+                f"among them, and this group has {size}; train with {saved_size} ranks (--np={saved_size}), or start "
+                "over with --fresh"
+            )
 
     def note_committed(self) -> None:
         """Keep a copy of what `return_to_committed` brings back."""
@@ -251,9 +280,9 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
 
 
 def _refuse_deepspeed(name: str, thing: object) -> None:
-    """Raise ValueError for DeepSpeed: ZeRO's weights are not in `state_dict`, or its copies of them are elsewhere."""
+    """Raise ValueError for a part of an engine: ZeRO's weights are not in `state_dict`, or copies of them elsewhere."""
     within = list(thing.modules()) if isinstance(thing, nn.Module) else [thing]
-    divided = next((each for each in within if _is_deepspeeds(each)), None)
+    divided = next((each for each in within if _is_deepspeeds(each, _ENGINE, "DeepSpeedOptimizer")), None)
     if divided is not None:
         kind = f"a {type(divided).__name__}"
     elif isinstance(thing, nn.Module) and any(getattr(each, "ds_id", None) is not None for each in thing.parameters()):
@@ -261,20 +290,40 @@ def _refuse_deepspeed(name: str, thing: object) -> None:
     else:
         return
     raise ValueError(
-        f"State cannot save {name}: wanted modules and optimizers that are whole on every rank, or sharded by "
-        f"fully_shard (FSDP2), got {kind} of DeepSpeed: save with its own save_checkpoint, or use fully_shard"
+        f"State cannot save {name}: got {kind} of DeepSpeed; give State the engine itself, which has model, optimizer "
+        "and schedule: State(engine=engine)"
     )
 
 
-def _is_deepspeeds(thing: object) -> bool:
+def _is_deepspeeds(thing: object, *names: str) -> bool:
     kinds = {kind.__name__ for kind in type(thing).__mro__ if kind.__module__.partition(".")[0] == "deepspeed"}
-    return not kinds.isdisjoint({"DeepSpeedEngine", "DeepSpeedOptimizer"})
+    return not kinds.isdisjoint(names)
 
 
-def _find_shards(objects: dict[str, Stateful]) -> ShardedObjects | None:
-    if not any(map(has_shards, objects.values())):
+def _find_engines(objects: dict[str, Stateful]) -> list[Engine]:
+    found = {name: thing for name, thing in objects.items() if _is_deepspeeds(thing, _ENGINE)}
+    if not found:
+        return []
+    make = import_module("trainer_runtime.capture.engines").Engine
+    engines: list[Engine] = [make(name, thing) for name, thing in found.items()]
+    for name, thing in objects.items():
+        if any(engine.owns(thing) for engine in engines):
+            raise ValueError(f"State cannot save {name}: it belongs to {engines[0].name}, which saves it; leave it out")
+    return engines
+
+
+def _find_shards(objects: dict[str, Stateful], engines: list[Engine]) -> Shards | None:
+    sharded = [name for name, thing in objects.items() if has_shards(thing)]
+    divided = [engine for engine in engines if engine.is_divided]
+    if sharded and engines:
+        raise ValueError(
+            f"State cannot save {sharded[0]}: wanted either DeepSpeed or sharded modules, got {engines[0].name} as well"
+        )
+    if divided:
+        return cast("Shards", import_module("trainer_runtime.capture.engines").EngineShards(divided))
+    if not sharded:
         return None
-    return cast("ShardedObjects", import_module("trainer_runtime.capture.sharded_objects").ShardedObjects(objects))
+    return cast("Shards", import_module("trainer_runtime.capture.sharded_objects").ShardedObjects(objects))
 
 
 def _require_same(where: str, saved: set[str], given: set[str]) -> None:

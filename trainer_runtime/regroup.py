@@ -126,6 +126,7 @@ class Regrouping:
         if not self.is_run or self._channel is None:
             return
         why_not = "its model is sharded" if self._contents.shards is not None else ""
+        why_not = "DeepSpeed's engine keeps the ranks that it was made with" if self._contents.engines else why_not
         why_not = why_not or find_obstacle(self._contents.of_type(Optimizer))
         if not why_not and any(each not in self._wrapped for each in wrapped_modules()):
             why_not = "a module was wrapped in DistributedDataParallel within state.run(): wrap it before"

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer_runtime import contract
 from trainer_runtime.capture.capturing import CONTENT_VERSION, Capturer, CheckpointPlace
 from trainer_runtime.checkpoint import CheckpointError, warn
-from trainer_runtime.contents import SHARDED
+from trainer_runtime.contents import SHARDED, OtherWorldError
 from trainer_runtime.dist import do_on_all, is_main, local_rank, open_control_page, rank, world_size
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import HandoffParticipant
@@ -118,11 +118,13 @@ class Restorer:
         messages = open_rank_messages(group, turn)
         if data is not None:
             try:
-                do_on_all(lambda: self._load(self._read_content(data), is_in_memory=False))
+                with exit_without_restart(self.channel, OtherWorldError):
+                    do_on_all(lambda: self._load(self._read_content(data), is_in_memory=False))
             finally:
                 data.close()
         elif is_in_memory and self.channel is not None:
-            content = read_from_memory(self.channel, messages, self.contents)
+            with exit_without_restart(self.channel, OtherWorldError):
+                content = read_from_memory(self.channel, messages, self.contents)
             do_on_all(lambda: self._load(content, is_in_memory=True))
             self.pos.saved = NOT_SAVED  # there is no checkpoint of this step
             self.pos.last_due = int(messages.broadcast("committed", lambda: str(self._opener.committed_step)))
@@ -226,11 +228,11 @@ def _ignore(_step: int) -> None:
 
 
 @contextmanager
-def exit_without_restart(channel: AgentChannel | None) -> Iterator[None]:
-    """Under an agent turn a RuntimeError into an exit without restart: the script would fail in the same way."""
+def exit_without_restart(channel: AgentChannel | None, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
+    """Under an agent turn an error of this kind into an exit without restart: the script would fail in the same way."""
     try:
         yield
-    except RuntimeError as error:
+    except kind as error:
         if channel is None:
             raise
         warn(str(error))
@@ -310,6 +312,7 @@ def load_content(
 
     Raises:
         CheckpointError: the content has another version.
+        OtherWorldError: it can only be loaded by as many ranks as have saved it.
         ValueError, RuntimeError: the content does not fit the objects.
     """
     if content["v"] != CONTENT_VERSION:
@@ -317,6 +320,7 @@ def load_content(
             f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}: another version of trainer_runtime "
             "made it; continue with that version, or start over in another directory"
         )
+    contents.require_world(content["world_size"], world_size())
     contents.load(content["objects"], next(part for part in content["ranks"] if part))
     if contents.shards is not None:
         if is_in_memory:

@@ -153,9 +153,7 @@ class SnapshotCopier:
     """
 
     def __init__(self, contents: Contents, memory: SnapshotMemory, report: Callable[[int], None]) -> None:
-        self._optimizers = [
-            inner for each in contents.of_type(Optimizer) if (inner := _hooked_optimizer(each)) is not None
-        ]
+        self._optimizers = [inner for each in contents.optimizers() if (inner := _hooked_optimizer(each)) is not None]
         self._modules = contents.of_type(nn.Module)
         self._memory = memory
         self._report = report
@@ -386,9 +384,12 @@ def _hooked_optimizer(optimizer: Optimizer) -> Optimizer | None:
 def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the tensors that the optimizer's step changes, sharded ones with the local tensors in them.
 
-    A change may count up the version of either of the two.
+    A change may count up the version of either of the two. ZeRO 3 gives an optimizer its parameters for the step only;
+    between the steps the state has them.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    in_state = [each for each in optimizer.state if isinstance(each, torch.Tensor)]
+    parameters = [*dict.fromkeys([*in_groups, *in_state])]
     states = (value for parameter in parameters for value in optimizer.state.get(parameter, {}).values())
     tensors = [*parameters, *(value for value in states if isinstance(value, torch.Tensor))]
     return [*tensors, *(local_of(tensor) for tensor in tensors if is_sharded(tensor))]

@@ -51,6 +51,7 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
 
     Raises:
         ValueError: what was captured of sharded objects does not fit those of this State.
+        OtherWorldError: it can only be loaded by as many ranks as have saved it.
         PeerError: rank 0 exits, as in the next case.
         SystemExit: on rank 0: no node has a piece that is needed; this was reported to the agent.
     """
@@ -65,6 +66,7 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
     common = local.common if all(sizes) else _receive(local.common, source, is_wanted=not has_common)
     if common is None:
         raise AssertionError(f"rank {source} has sent nothing")
+    contents.require_world(sizes[source], present_size())
     content = unflatten(common)
     content["objects"] = contents.copy_kept(content["objects"])
     parts = _find_parts(channel, messages, local.parts, sizes[source])

@@ -61,11 +61,11 @@ class State:
     """Everything that must survive a restart.
 
     Objects with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, scalers) are saved through these
-    methods, modules without their DDP and torch.compile wrappers. Everything else must be a plain value (int, float,
-    str, bool, None, tensor; lists, tuples and dicts of these) and is read and written as an attribute:
-    `state.best = 0.9`. Lists, dicts and tensors are restored in place: they keep their identity, and tensors their
-    device, so the script can also change them under its own names. Numbers, strings and None cannot change in place:
-    read and write them as attributes.
+    methods, modules without their DDP and torch.compile wrappers; an engine of DeepSpeed with all that it has, in the
+    same world size. Everything else must be a plain value (int, float, str, bool, None, tensor; lists, tuples and dicts
+    of these) and is read and written as an attribute: `state.best = 0.9`. Lists, dicts and tensors are restored in
+    place: they keep their identity, and tensors their device, so the script can also change them under its own names.
+    Numbers, strings and None cannot change in place: read and write them as attributes.
 
     The following is saved for each rank without being named: the random states of Python, NumPy, torch and CUDA, and
     the running statistics of normalization layers. Give other objects that differ from rank to rank as
@@ -513,6 +513,8 @@ class State:
 
     def _do_due_work(self) -> None:
         pos, saver = self._pos, self._require_restored()
+        with exit_without_restart(self._channel):
+            self._contents.require_boundary()
         if pos.due == 0:
             set_up.end()
             # Not left to the first save, which may be an hour away and involves only rank 0.

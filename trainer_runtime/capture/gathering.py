@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trainer_runtime.capture.blocks import Place, are_disjoint, copy_overlap, place_of
-from trainer_runtime.capture.local import local_of
+from trainer_runtime.capture.blocks import Place, are_disjoint, copy_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,22 +23,30 @@ COUNTER = "step"
 """The name under which torch's optimizers count their steps for each parameter, in a number on each rank."""
 
 
+class Block(NamedTuple):
+    """The block of a tensor that this rank is to hold."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class Gathering:
     """Collects blocks until nothing is missing.
 
     Args:
-        tensors: this rank's parameters and buffers, by the names of module and tensor.
+        own: what this rank is to hold of parameters and buffers, by the names of module and tensor.
         of_optimizers: by name of each optimizer, that of the module to whose parameters it belongs.
         aliases: paths of tied tensors under further names, which are not collected.
     """
 
     def __init__(
         self,
-        tensors: Mapping[TensorPath, torch.Tensor],
+        own: Mapping[TensorPath, Block],
         of_optimizers: Mapping[str, str],
         aliases: Mapping[TensorPath, TensorPath],
     ) -> None:
-        self._tensors = tensors
+        self._own = own
         self._of_optimizers = of_optimizers
         self._aliases = aliases
         self._fillings: dict[TensorPath, _Filling] = {}
@@ -48,9 +55,7 @@ class Gathering:
     @property
     def is_complete(self) -> bool:
         """Whether nothing is missing of all that was seen."""
-        return self._fillings.keys() >= self._tensors.keys() and all(
-            each.is_complete for each in self._fillings.values()
-        )
+        return self._fillings.keys() >= self._own.keys() and all(each.is_complete for each in self._fillings.values())
 
     def add(self, captured: Captured) -> None:
         """Take what is needed from one rank's captured state. Of equal blocks, the first one counts.
@@ -67,7 +72,7 @@ class Gathering:
 
     def require_names(self, saved: set[str] | Any) -> None:  # noqa: ANN401 - a dictionary's keys
         """Raise ValueError if other objects were sharded when the state was captured."""
-        own = {*self._of_optimizers, *(path[0] for path in self._tensors)}
+        own = {*self._of_optimizers, *(path[0] for path in self._own)}
         if saved != own:
             raise ValueError(f"what was saved holds {sorted(saved)} sharded, this State {sorted(own)}")
 
@@ -111,12 +116,12 @@ class Gathering:
         Raises:
             ValueError: something is missing.
         """
-        captured: Captured = {path[0]: {} for path in self._tensors}
+        captured: Captured = {path[0]: {} for path in self._own}
         for name in self._of_optimizers:
             if name not in self._rest:
                 raise ValueError(f"what was saved does not have {name}")
             captured[name] = {"tensors": {}, **self._rest[name]}
-        for path in dict.fromkeys((*self._tensors, *self._fillings)):
+        for path in dict.fromkeys((*self._own, *self._fillings)):
             if path not in self._fillings:
                 raise ValueError(f"what was saved does not have {'.'.join(path)}")
             of = captured[path[0]]
@@ -130,18 +135,18 @@ class Gathering:
             filling = self._fillings[path] = _Filling(self._wanted(path, shape))
         return filling
 
-    def _wanted(self, path: TensorPath, shape: tuple[int, ...]) -> _Wanted:
+    def _wanted(self, path: TensorPath, shape: tuple[int, ...]) -> Block:
         """Return this rank's block of a tensor: that of its own tensor, or of an optimizer's that goes with it."""
         name = path[0]
-        own = self._tensors.get((self._of_optimizers.get(name, name), path[1]))
+        own = self._own.get((self._of_optimizers.get(name, name), path[1]))
         if own is None:
             raise ValueError(f"what was saved has {'.'.join(path)}, this State does not")
         is_counter = name in self._of_optimizers and path[-1] == COUNTER
-        if tuple(own.shape) == shape and not is_counter:
-            return _Wanted(*place_of(own), tuple(local_of(own).shape))
+        if own.shape == shape and not is_counter:
+            return own
         if name not in self._of_optimizers:
-            raise ValueError(f"{'.'.join(path)} was saved with shape {shape}, in this State it has {tuple(own.shape)}")
-        return _Wanted(shape, (0,) * len(shape), shape)
+            raise ValueError(f"{'.'.join(path)} was saved with shape {shape}, in this State it has {own.shape}")
+        return Block(shape, (0,) * len(shape), shape)
 
 
 def placed_tensors(captured: Captured) -> Iterator[tuple[TensorPath, Place, torch.Tensor]]:
@@ -160,18 +165,10 @@ def is_optimizers(state: dict[str, Any]) -> bool:
     return isinstance(state.get("groups"), list)
 
 
-class _Wanted(NamedTuple):
-    """The block of a tensor that this rank is to hold."""
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 class _Filling:
     """One block, filled from blocks of the same tensor."""
 
-    def __init__(self, wanted: _Wanted) -> None:
+    def __init__(self, wanted: Block) -> None:
         self._wanted = wanted
         self._missing = prod(wanted.sizes)
         self._seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from trainer_runtime.capture.blocks import Place
     from trainer_runtime.capture.gathering import Captured, TensorPath
-    from trainer_runtime.capture.sharded_objects import PlacedTensor, ShardedObjects
+    from trainer_runtime.capture.sharded_objects import PlacedTensor
+    from trainer_runtime.capture.shards import Shards
 
 _VERSION = "1.0.0"
 """The version of the format, as torch 2.13 names it."""
@@ -158,13 +159,13 @@ def write_all(
     return write_list(shard_dir, files, aliases)
 
 
-def load_files(objects: ShardedObjects, shard_dir: Path, plain: dict[str, Any]) -> None:
+def load_files(objects: Shards, shard_dir: Path, plain: dict[str, Any]) -> None:
     """Load this rank's blocks from the files of all ranks that wrote a checkpoint.
 
     Args:
         objects: the sharded objects.
         shard_dir: directory of the shards.
-        plain: the result of `ShardedObjects.plain_of` when they were written.
+        plain: the result of `Shards.plain_of` when they were written.
 
     Raises:
         UnsafeListError: the list of shards is not one.

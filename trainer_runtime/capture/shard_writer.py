@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from trainer_runtime.capture.blocks import Place
     from trainer_runtime.capture.gathering import Captured, TensorPath
-    from trainer_runtime.capture.sharded_objects import ShardedObjects
+    from trainer_runtime.capture.shards import Shards
     from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.snapshot_copy import Capture
 
@@ -61,7 +61,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        objects: ShardedObjects,
+        objects: Shards,
         directory: Path,
         messages: RankMessages,
         of_thread: RankMessages,

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer_runtime.capture.blocks import Place, place_of, replica_of
-from trainer_runtime.capture.gathering import COUNTER, Captured, Gathering, TensorPath
+from trainer_runtime.capture.gathering import COUNTER, Block, Captured, Gathering, TensorPath
 from trainer_runtime.capture.local import LayoutError, has_shards, is_sharded, local_of
 from trainer_runtime.structure import take_apart
 from trainer_runtime.values import RestoredMemory, plain_key, require_loadable, restore_value, unwrap
@@ -165,13 +165,13 @@ class ShardedObjects:
 
     def gather(self) -> Gathering:
         """Return an object that collects what this rank needs."""
-        tensors: dict[TensorPath, torch.Tensor] = {
-            (name, key): tensor
+        own: dict[TensorPath, Block] = {
+            (name, key): Block(*_named_place(tensor, name, key), tuple(local_of(tensor).shape))
             for name, group in self._groups.items()
             for key, tensor in _once(dict(_tensors(group))).items()
         }
         of_optimizers = {each: name for name, group in self._groups.items() for each in group.optimizers}
-        return Gathering(tensors, of_optimizers, self.aliases())
+        return Gathering(own, of_optimizers, self.aliases())
 
     def load(self, captured: Captured) -> None:
         """Load what `Gathering.result` returned.
