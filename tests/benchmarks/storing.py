@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -60,8 +61,11 @@ def _checkpoints(directory: Path, place: str) -> Iterator[tuple[str, Mapping[str
     if place == "disk":
         yield str(directory), {}
         return
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
     with object_store() as store:
         yield f"s3://{BUCKET}/jobs/bench", store.environment
+        for name in store.names():  # the server has them in memory, for the next one as well
+            store.client.delete_object(Bucket=BUCKET, Key=name)
 
 
 def rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
