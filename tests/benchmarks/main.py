@@ -79,18 +79,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--setup_s", type=float, default=0.0, help="how long its script sets up [default: 0]")
     parser.add_argument("--patience_s", type=float, help="no recovery by then is none [default: 100; 30 with --quick]")
     parts = parser.add_subparsers(metavar="", title="instead of recovery")
-    part = parts.add_parser("micro", help="commit(), saving, snapshots, and the agent's own cost")
-    part.set_defaults(word="micro", measure=_measure_micro)
-    _add_common(part)
-    part.add_argument("--sizes_mb", type=_numbers, default=[1, 100, 1000], help="of what is saved [1,100,1000]")
-    snapshots_mb = [1, 3, 10, 30, 100, 300, 1000]
-    part.add_argument("--snapshots_mb", type=_numbers, default=snapshots_mb, help="of what is put into memory")
-    part.add_argument("--snapshots", type=int, default=30, help="of each size [30]")
-    sharded = "300:0.2,300:1,1000:1"
-    part.add_argument("--sharded", type=_cases, default=sharded, help=f"MEGABYTES:SECONDS of a step, ... [{sharded}]")
-    part.add_argument("--sharded_steps", type=int, default=100, help="of each sharded model [100]")
-    part.add_argument("--idle_s", type=float, default=20.0, help="how long agents are watched that do nothing [20]")
-    part.add_argument("--runs", type=int, default=5)
+    _add_micro(parts)
     part = parts.add_parser("lost", help="steps that a killed worker costs, by the size of the State and of a step")
     part.set_defaults(word="lost", measure=_measure_lost)
     _add_common(part)
@@ -127,6 +116,21 @@ def _build_parser() -> argparse.ArgumentParser:
     part.add_argument("--ratios", type=_names({name: name for name in guard.RATIOS}), help="[default: all]")
     part.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     return parser
+
+
+def _add_micro(parts: Any) -> None:  # noqa: ANN401 - its type has no public name
+    part = parts.add_parser("micro", help="commit(), saving, snapshots, and the agent's own cost")
+    part.set_defaults(word="micro", measure=_measure_micro)
+    _add_common(part)
+    part.add_argument("--sizes_mb", type=_numbers, default=[1, 100, 1000], help="of what is saved [1,100,1000]")
+    snapshots_mb = [1, 3, 10, 30, 100, 300, 1000]
+    part.add_argument("--snapshots_mb", type=_numbers, default=snapshots_mb, help="of what is put into memory")
+    part.add_argument("--snapshots", type=int, default=30, help="of each size [30]")
+    sharded = "300:0.2,300:1,1000:1"
+    part.add_argument("--sharded", type=_cases, default=sharded, help=f"MEGABYTES:SECONDS of a step, ... [{sharded}]")
+    part.add_argument("--sharded_steps", type=int, default=100, help="of each sharded model [100]")
+    part.add_argument("--idle_s", type=float, default=20.0, help="how long agents are watched that do nothing [20]")
+    part.add_argument("--runs", type=int, default=5)
 
 
 def _add_ps(parts: Any) -> None:  # noqa: ANN401 - its type has no public name
