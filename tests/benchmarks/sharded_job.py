@@ -40,7 +40,7 @@ def main() -> None:
     optimizer = build_optimizer(model)
     state = tr.State(model=model, optimizer=optimizer, save_every=_NEVER)
     state.restore()
-    memory = os.environ.get(SNAPSHOT_FD)  # which there is none of without snapshots
+    memory = int(os.environ[SNAPSHOT_FD])
     steps_s, own_s, snapshots, handed_on = [], [], set[int](), dict[int, float]()
     for _ in range(_UNMEASURED_STEPS + int(steps)):
         began = time.perf_counter()
@@ -52,11 +52,11 @@ def main() -> None:
         ended = time.perf_counter()
         steps_s.append(ended - began)
         own_s.append(ended - met)
-        if memory is not None:
-            snapshots |= {slot.step for slot in read_slots(int(memory))}
-            if page.replicated:
-                handed_on[page.replicated] = page.replicating_us / 1e6
+        snapshots |= {slot.step for slot in read_slots(memory)}
+        if page.replicated:
+            handed_on[page.replicated] = page.replicating_us / 1e6
     found = {
+        "first_step": _UNMEASURED_STEPS + 1,
         "steps_s": steps_s[_UNMEASURED_STEPS:],
         "own_s": own_s[_UNMEASURED_STEPS:],
         "snapshots": sorted(step for step in snapshots if step > _UNMEASURED_STEPS),
