@@ -151,6 +151,11 @@ def has_any(directory: Path) -> bool:
         return False
 
 
+def is_listed(directory: Path, stem: str) -> bool:
+    """Return whether a directory has this name, though it may not be possible to open it yet. Raises `OSError`."""
+    return stem in _stems(directory)
+
+
 def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> FoundCheckpoint | None:
     manifests, damaged = [], 0
     for stem in _stems(directory):

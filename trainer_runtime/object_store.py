@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _PART_BYTES = 64 << 20
 """Size of the parts of an upload. A store accepts 10,000 of them, so a file may have 640 GB."""
+_PIECE_BYTES = 4 << 20
+"""What is added to a part at once: a part is sent when it is full, so it may be larger by that."""
 
 _FILE_URLS = ("file://", "local://")
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
@@ -152,8 +154,8 @@ class _Upload:
     def write(self, data: bytes) -> int:
         whole = memoryview(data)
         with remote_errors(self._path):
-            for at in range(0, len(whole), _PART_BYTES):  # it is kept in memory until a part is full
-                self._file.write(whole[at : at + _PART_BYTES])
+            for at in range(0, len(whole), _PIECE_BYTES):  # it is kept in memory until a part is full
+                self._file.write(whole[at : at + _PIECE_BYTES])
         return len(whole)
 
     def flush(self) -> None:

@@ -17,9 +17,9 @@ this run that no record names are neither read nor deleted.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from trainer_runtime.checkpoint import (
     find,
     find_of_others,
     first_free_group,
+    is_listed,
     read,
     warn,
 )
@@ -290,9 +291,18 @@ def _read_committed(directory: Path, committed: CommittedCheckpoint) -> FoundChe
 
 
 def _complete(directory: Path, name: str, private: str) -> None:
-    """Rename the checkpoint if the publisher did not. Two processes that do so at once do no harm."""
+    """Rename the checkpoint if the publisher did not. Two processes that do so at once do no harm.
+
+    Raises:
+        OSError: it cannot be renamed; or this node's mount does not show it under its final name yet.
+    """
     if exists(directory / name / MANIFEST if is_remote(directory) else directory / name):
         return
-    with suppress(FileNotFoundError, FileExistsError):
+    try:
         rename_to_final(directory / private)
+    except (FileNotFoundError, FileExistsError):
+        # A network file system may remember for a minute that a name was not there. That is no damage.
+        if not is_remote(directory) and is_listed(directory, name) and not exists(directory / name):
+            raise OSError(errno.ESTALE, "this node sees its name, but cannot open it yet", name) from None
+    else:
         warn(f"renamed the committed checkpoint {directory / name} to its final name; its writer exited before that")

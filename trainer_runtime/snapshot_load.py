@@ -8,10 +8,13 @@ parts which their node lacks fetch those bytes (`part_ranges.py`). A piece with 
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer_runtime.checkpoint import CheckpointError, warn
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from trainer_runtime.contents import Contents
     from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.record import ReplicaPiece
+
+_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -100,12 +105,25 @@ def read_local_pieces(channel: AgentChannel) -> LocalPieces:
 def _map(piece: ReplicaPiece, step: int) -> memoryview | None:
     """Return the bytes of a piece; None if they are damaged."""
     with suppress(OSError, ValueError):
+        _require_readable(piece)
         memory = mmap.mmap(piece.descriptor, piece.at + piece.bytes, access=mmap.ACCESS_COPY)
         data = memoryview(memory)[piece.at :]
         rank_ = None if piece.is_common else piece.rank
         if piece_sum(data, rank=rank_, step=step, world_size=piece.world_size) == piece.sum:
             return data
     return None
+
+
+def _require_readable(piece: ReplicaPiece) -> None:
+    """Read a piece in a file on disk. Raises `OSError` if that fails, where a mapping would kill the process."""
+    if str(Path(f"/proc/self/fd/{piece.descriptor}").readlink()).startswith("/memfd:"):
+        return
+    buffer, end, at = bytearray(min(piece.bytes, _CHUNK_BYTES)), piece.at + piece.bytes, piece.at
+    while at < end:
+        read = os.preadv(piece.descriptor, [memoryview(buffer)[: end - at]], at)
+        if not read:
+            raise OSError(errno.EIO, "the file is too short")
+        at += read
 
 
 def _receive(piece: memoryview | None, source: int, *, is_wanted: bool) -> memoryview | None:

@@ -200,12 +200,14 @@ class SnapshotTaker:
             return None
 
     def _fits(self, state: FlatState) -> bool:
-        """Return whether the snapshots of this node's ranks stay within the limit, if all parts are as large."""
+        """Return whether the snapshots of this node's ranks stay within the limit, if all parts are as large.
+
+        If the copies of another node's parts would exceed it, the agent keeps these on disk.
+        """
         if self._limit is None:
             given = os.environ.get(contract.SNAPSHOT_MEMORY)
             self._limit = int(given) if given else self._half_of_what_is_free()
-        # Of large parts, this node also holds those of another node. All are taken to be as large as this one.
-        parts_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (2 if self._is_large else 1)
+        parts_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         size = KEPT * ((state.common.bytes if state.common is not None else 0) + parts_here * state.part.bytes)
         if size > self._limit:
             warn(

@@ -7,7 +7,6 @@ many have not done so yet, the one that has waited longest is dropped.
 from __future__ import annotations
 
 import errno
-import mmap
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from agent.links.part_stream import (
     PartHeader,
     decode_header,
     handshake_as_called,
-    receive_bytes,
+    receive_into,
     receive_message,
     send_message,
 )
@@ -42,7 +41,7 @@ _IDLE_S = 300.0  # for a caller that vanished without closing; a live one connec
 
 
 class NoRoomError(Exception):
-    """There is no memory for a part. The message is a short phrase for people."""
+    """There is no room for a part. The message is a short phrase for people."""
 
 
 class OutdatedPartError(Exception):
@@ -53,17 +52,17 @@ class PartHolder(Protocol):
     """Holds the parts that are received."""
 
     def make_room(self, header: PartHeader) -> int:
-        """Return the descriptor of a memory of the part's size, which belongs to the caller.
+        """Return the descriptor of a memory or file of the part's size, which belongs to the caller.
 
         Raises:
             NoRoomError, OutdatedPartError: the part is not taken.
         """
 
     def store_large(self, header: PartHeader, descriptor: int) -> None:
-        """Take over a memory that has been filled."""
+        """Take over a memory or file that has been filled."""
 
     def give_back(self, descriptor: int) -> None:
-        """Take back a memory that was not filled."""
+        """Take back a memory or file that was not filled."""
 
 
 class PartReceiver:
@@ -176,8 +175,7 @@ class PartReceiver:
             return
         try:
             send_message(connection, b"")
-            # Not closed here: after an error, frames of the traceback still have views of it.
-            receive_bytes(connection, memoryview(mmap.mmap(descriptor, header.size_bytes)))
+            receive_into(connection, descriptor, header.size_bytes)
             is_whole = receive_message(connection) == WHOLE
         except BaseException:
             holder.give_back(descriptor)

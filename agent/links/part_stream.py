@@ -3,7 +3,7 @@
 The part of a sharded model may be as large as the node's memory, and a heartbeat must not wait behind it. So it goes
 over a TCP connection of its own, which the agent that has it opens to a port of the other one (the handshake of the
 link tells the number). The connection is encrypted by the certificate that the other agent's record names. Threads
-serve it, which copy between the socket and the snapshot's memory.
+serve it, which copy between the socket and the snapshot's memory, or the file that the receiver keeps copies in.
 
 Messages are framed by their size (4 bytes, big-endian). In this order:
 | from | message |
@@ -17,7 +17,7 @@ Then for each part:
 | from | message |
 |---|---|
 | caller | `PartHeader` |
-| called | empty: it has memory for the part; else `OUTDATED` or why it has none, and the caller closes |
+| called | empty: it has room for the part; else `OUTDATED` or why it has none, and the caller closes |
 | caller | the part's bytes, without framing; if the rank replaces the snapshot meanwhile, the caller closes |
 | caller | `WHOLE`; or `TORN`: the rank replaced the snapshot while its last bytes were sent |
 | called | empty, after `WHOLE`: it holds the part |
@@ -146,6 +146,20 @@ def send_bytes(connection: socket.socket, memory: int, at: int, size_bytes: int,
             raise LinkBroken("the rank has shortened its memory")
         connection.sendall(memoryview(buffer)[:read])
         at += read
+
+
+def receive_into(connection: socket.socket, space: int, size_bytes: int) -> None:
+    """Write so many bytes to the beginning of a file. Raises `LinkBroken` if the connection was closed, and `OSError`.
+
+    They are not written to a mapping of it: on a disk that fails, that would kill this process.
+    """
+    buffer, at = memoryview(bytearray(min(size_bytes, _CHUNK_BYTES))), 0
+    while at < size_bytes:
+        piece = buffer[: size_bytes - at]
+        receive_bytes(connection, piece)
+        while piece:
+            written = os.pwrite(space, piece, at)
+            piece, at = piece[written:], at + written
 
 
 def receive_bytes(connection: socket.socket, place: memoryview) -> None:

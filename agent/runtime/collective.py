@@ -41,6 +41,7 @@ from agent.store.keys import JobKeys
 from agent.workers.environment import ENDPOINTS
 from agent.workers.launch_plan import plan_launch, plan_standbys
 from agent.workers.rank_logs import LogArchive
+from agent.workers.replica_space import ReplicaSpace
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime.contract import EXIT_RESTART, NODE_ID
 
@@ -88,6 +89,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             self._links.send_part,
             self._part_sender,
             self._links.when_delivered,
+            replica_space=ReplicaSpace(config.snapshots.memory_bytes),
         )
         self._final_report = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)
         self._is_leaving = False

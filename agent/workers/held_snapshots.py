@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Literal
 
 from agent.core.model import Replica, StateId
 from agent.links.snapshot_parts import SNAPSHOTS_PER_RANK, add_newest
+from agent.workers.replica_space import is_in_memory
 from trainer_runtime.contract import MAX_DESCRIPTORS
-from trainer_runtime.snapshot_page import HEADER_BYTES, MEMORY_NAME, Slot, clear_header, fill_slot, read_slots
+from trainer_runtime.snapshot_page import HEADER_BYTES, KEPT, MEMORY_NAME, Slot, clear_header, fill_slot, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from agent.workers.memory_release import MemoryRelease
+
+_BLOCK_BYTES = 512
+"""Unit of `st_blocks`."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class NeighbourPart:
     checksum: int
     size_bytes: int
     source: bytes | int
-    """The bytes; of a large part, the descriptor of a memory with them."""
+    """The bytes; of a large part, the descriptor of a memory or file with them."""
 
     def drop(self, release: MemoryRelease) -> None:
         """Release its memory."""
@@ -106,6 +110,18 @@ class HeldGroup:
             )
             for step, size in sorted(sizes.items())
         )
+
+    def used_bytes(self) -> int:
+        """Return the size of the memory that these snapshots take now."""
+        parts = [part.source for kept in self.parts.values() for part in kept if isinstance(part.source, int)]
+        memories = [*self.own.values(), *(source for source in parts if is_in_memory(source))]
+        return sum(_BLOCK_BYTES * os.fstat(memory).st_blocks for memory in memories)
+
+    def expected_bytes(self, part_bytes: int) -> int:
+        """Return the size of the memory that two snapshots will take, and as many copies of parts of this size."""
+        newest = [next(iter(self.slots_of(rank)), None) for rank in self.own]
+        own = sum(part_bytes if slot is None else slot.common_bytes + slot.part_bytes for slot in newest)
+        return KEPT * (own + len(self.own) * part_bytes)
 
     def keep_only(self, step: int, release: MemoryRelease) -> None:
         """Release all other snapshots."""

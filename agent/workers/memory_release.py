@@ -56,6 +56,19 @@ class MemoryRelease:
                 has_warned = True
 
 
+def fallocate(fd: int, mode: int, begin: int, length: int) -> None:
+    """Reserve or free bytes of a file, as the system call of this name; never slowly, as the C library may otherwise.
+
+    Raises:
+        OSError: the disk is full, or its file system cannot do it.
+    """
+    if _libc.fallocate(fd, mode, begin, length) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 def _punch_hole(fd: int, begin: int, end: int) -> None:
-    if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin) != 0:
-        raise OSError(ctypes.get_errno(), "cannot free a part of a snapshot's memory")
+    try:
+        fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin)
+    except OSError as error:
+        raise OSError(error.errno, "cannot free a part of a snapshot's memory") from error

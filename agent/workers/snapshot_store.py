@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from agent.core.events import InventoryChanged
 from agent.core.model import StateId
-from agent.links.part_receiver import NoRoomError, OutdatedPartError
+from agent.links.part_receiver import OutdatedPartError
 from agent.links.part_sender import LargePart, PartSender
 from agent.links.part_stream import PartHeader
 from agent.links.snapshot_parts import SnapshotPart
 from agent.workers.held_snapshots import HeldGroup, NeighbourPart, PieceSource, SnapshotPiece, memory_with
 from agent.workers.memory_release import MemoryRelease
+from agent.workers.replica_space import ReplicaSpace, SnapshotUse
 from trainer_runtime.contract import MAX_DESCRIPTORS
-from trainer_runtime.free_memory import free_memory
-from trainer_runtime.snapshot_page import LINK_PART_BYTES, MEMORY_NAME, read_slots
+from trainer_runtime.snapshot_page import LINK_PART_BYTES, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -69,6 +69,7 @@ class SnapshotStore:
         post: receives `InventoryChanged` when a group ends, and after each change while no local rank runs.
         replicate: receives the part of each new snapshot that neighbours are to store; may not block.
         part_sender: sends each such part that is large. None: these are not sent.
+        space: provides space for the large parts that neighbours send.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class SnapshotStore:
         post: Callable[[InventoryChanged], None],
         replicate: Callable[[SnapshotPart], None],
         part_sender: PartSender | None = None,
+        space: ReplicaSpace | None = None,
     ) -> None:
         self._post = post
         self._replicate = replicate
         self._part_sender = part_sender
+        self._space = space or ReplicaSpace()
         self._lock = threading.Lock()
         self._release = MemoryRelease()
         self._groups: dict[int, HeldGroup] = {}
@@ -186,38 +189,29 @@ class SnapshotStore:
             self._add(kept)
 
     def make_room(self, header: PartHeader) -> int:
-        """Return the descriptor of a memory for a large part that a neighbour is about to send.
+        """Return the descriptor of a memory or file for a large part that a neighbour is about to send.
 
         Of each rank, the newest two parts are kept. A third one may be on its way only once the first two have arrived
         everywhere, so it gets the memory of the oldest.
 
         Raises:
-            NoRoomError: there is too little memory.
+            NoRoomError: there is too little memory, and too little space on disk.
             OutdatedPartError: the part is of an older group.
         """
         copy = header.copy
         with self._lock:
             if self._is_outdated(copy):
                 raise OutdatedPartError
-            memory = self._group(copy.run, copy.group).make_room(header.rank, copy.step)
+            group = self._group(copy.run, copy.group)
+            memory = group.make_room(header.rank, copy.step)
+            now = sum(each.used_bytes() for each in self._groups.values())
+            use = SnapshotUse(now, group.expected_bytes(header.size_bytes))
             if memory is not None and self._running is None:
                 self._post_inventory()
-        free, there = free_memory(), os.fstat(memory).st_size if memory is not None else 0
-        if free < header.size_bytes - there:
-            if memory is not None:
-                self._release.close_soon(memory)
-            raise NoRoomError(f"it has {free >> 20} MiB of free memory, and a copy takes {header.size_bytes >> 20}")
-        if memory is None:
-            memory = os.memfd_create(f"{MEMORY_NAME}:kept", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(memory, header.size_bytes)
-        except OSError as error:  # ulimit -f
-            self._release.close_soon(memory)
-            raise NoRoomError(f"its memory for a copy cannot grow: {error}") from error
-        return memory
+        return self._space.open(copy.group, header.size_bytes, memory, use, self._release)
 
     def store_large(self, header: PartHeader, descriptor: int) -> None:
-        """Store a large part that a neighbour has sent into this memory."""
+        """Store a large part that a neighbour has sent into this memory or file."""
         part = NeighbourPart(
             header.copy, header.world_size, header.rank, header.checksum, header.size_bytes, descriptor
         )
@@ -228,7 +222,7 @@ class SnapshotStore:
                 self._add(part)
 
     def give_back(self, descriptor: int) -> None:
-        """Release a memory into which no part was sent."""
+        """Release a memory or file into which no part was sent."""
         self._release.close_soon(descriptor)
 
     def mark_damaged(self, damaged: DamagedMessage) -> None:

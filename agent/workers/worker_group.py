@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from agent.links.snapshot_parts import SnapshotPart
     from agent.workers.channel import Channel, ReplicaMessage
     from agent.workers.launch_plan import Launch, RankCommand
+    from agent.workers.replica_space import ReplicaSpace
 
 _ASK_EVERY_S = 0.05
 _MOVE_WITHIN_S = 10.0
@@ -89,6 +90,7 @@ class WorkerGroup:
         part_sender: PartSender | None = None,
         after_replication: Callable[[Callable[[], None]], None] = lambda then: then(),
         on_replica_message: Callable[[ReplicaMessage], None] = lambda _: None,
+        replica_space: ReplicaSpace | None = None,
     ) -> None:
         """Create a group without ranks, and start the standbys.
 
@@ -100,10 +102,11 @@ class WorkerGroup:
             part_sender: sends each such part that is large. None: these are not sent.
             after_replication: receives a function to call once the neighbours have stored these parts; may not block.
             on_replica_message: receives what a parameter server reports of the replica of a shard.
+            replica_space: provides space for the large parts of snapshots that neighbours send.
         """
         become_subreaper()
         self._post = post
-        self.snapshots = SnapshotStore(post, replicate, part_sender)
+        self.snapshots = SnapshotStore(post, replicate, part_sender, replica_space)
         """The snapshots that this node holds in memory."""
         self._after_replication = after_replication
         self._on_replica_message = on_replica_message

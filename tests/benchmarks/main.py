@@ -79,15 +79,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--setup_s", type=float, default=0.0, help="how long its script sets up [default: 0]")
     parser.add_argument("--patience_s", type=float, help="no recovery by then is none [default: 100; 30 with --quick]")
     parts = parser.add_subparsers(metavar="", title="instead of recovery")
-    part = parts.add_parser("micro", help="commit(), saving, snapshots, and the agent's own cost")
-    part.set_defaults(word="micro", measure=_measure_micro)
-    _add_common(part)
-    part.add_argument("--sizes_mb", type=_numbers, default=[1, 100, 1000], help="of what is saved [1,100,1000]")
-    snapshots_mb = [1, 3, 10, 30, 100, 300, 1000]
-    part.add_argument("--snapshots_mb", type=_numbers, default=snapshots_mb, help="of what is put into memory")
-    part.add_argument("--snapshots", type=int, default=30, help="of each size [30]")
-    part.add_argument("--idle_s", type=float, default=20.0, help="how long agents are watched that do nothing [20]")
-    part.add_argument("--runs", type=int, default=5)
+    _add_micro(parts)
     part = parts.add_parser("lost", help="steps that a killed worker costs, by the size of the State and of a step")
     part.set_defaults(word="lost", measure=_measure_lost)
     _add_common(part)
@@ -100,6 +92,11 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     part.add_argument("--calm_s", type=float, default=5.0, help="how long a job trains before its fault, at least [5]")
     part.add_argument("--runs", type=int, default=10)
+    part = parts.add_parser("store", help="memory of a rank that saves and restores, on a disk and in an S3 server")
+    part.set_defaults(word="store", measure=_measure_storing)
+    _add_common(part)
+    part.add_argument("--sizes_mb", type=_numbers, default=[1000], help="of what is saved [1000]")
+    part.add_argument("--runs", type=int, default=3)
     part = parts.add_parser("meet", help="N agents that form one group, beside torch's rendezvous")
     part.set_defaults(word="meet", measure=_measure_meeting)
     _add_common(part)
@@ -119,6 +116,21 @@ def _build_parser() -> argparse.ArgumentParser:
     part.add_argument("--ratios", type=_names({name: name for name in guard.RATIOS}), help="[default: all]")
     part.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     return parser
+
+
+def _add_micro(parts: Any) -> None:  # noqa: ANN401 - its type has no public name
+    part = parts.add_parser("micro", help="commit(), saving, snapshots, and the agent's own cost")
+    part.set_defaults(word="micro", measure=_measure_micro)
+    _add_common(part)
+    part.add_argument("--sizes_mb", type=_numbers, default=[1, 100, 1000], help="of what is saved [1,100,1000]")
+    snapshots_mb = [1, 3, 10, 30, 100, 300, 1000]
+    part.add_argument("--snapshots_mb", type=_numbers, default=snapshots_mb, help="of what is put into memory")
+    part.add_argument("--snapshots", type=int, default=30, help="of each size [30]")
+    sharded = "300:0.2,300:1,1000:1"
+    part.add_argument("--sharded", type=_cases, default=sharded, help=f"MEGABYTES:SECONDS of a step, ... [{sharded}]")
+    part.add_argument("--sharded_steps", type=int, default=100, help="of each sharded model [100]")
+    part.add_argument("--idle_s", type=float, default=20.0, help="how long agents are watched that do nothing [20]")
+    part.add_argument("--runs", type=int, default=5)
 
 
 def _add_ps(parts: Any) -> None:  # noqa: ANN401 - its type has no public name
@@ -161,11 +173,11 @@ def _names(known: dict[str, Any]) -> Callable[[str], list[Any]]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(part) for part in text.split(",") if part]
 
 
 def _cases(text: str) -> list[losing.Case]:
-    return [losing.parse_case(part) for part in text.split(",")]
+    return [losing.parse_case(part) for part in text.split(",") if part]
 
 
 def _measure_recovery(asked: argparse.Namespace) -> list[Path]:
@@ -235,9 +247,9 @@ def _measure_micro(asked: argparse.Namespace) -> list[Path]:
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-bench-"))
     found = micro.measure(
         directory,
-        asked.sizes_mb,
-        asked.snapshots_mb,
+        micro.Sizes(asked.sizes_mb, asked.snapshots_mb, asked.sharded),
         snapshots=asked.snapshots,
+        sharded_steps=asked.sharded_steps,
         idle_s=asked.idle_s,
         runs=asked.runs,
     )
@@ -258,6 +270,18 @@ def _measure_lost(asked: argparse.Namespace) -> list[Path]:
     cases = [{**asdict(case), "samples": list(map(asdict, samples))} for case, samples in found.items()]
     written = _write(asked.out / "lost.json", described, cases=cases)
     _show(asked.out / "lost.md", "steps lost", losing.HEADINGS, losing.rows(found), described)
+    return [written]
+
+
+def _measure_storing(asked: argparse.Namespace) -> list[Path]:
+    from benchmarks import storing  # noqa: PLC0415 - the S3 server takes a while to import
+
+    described = machine.describe()
+    directory = Path(tempfile.mkdtemp(prefix="elastic-agent-bench-"))
+    found = storing.measure(directory, asked.sizes_mb, asked.runs)
+    shutil.rmtree(directory)
+    written = _write(asked.out / "store.json", described, runs=found)
+    _show(asked.out / "store.md", "memory of saves", micro.HEADINGS, storing.rows(found), described)
     return [written]
 
 

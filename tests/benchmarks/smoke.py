@@ -25,8 +25,12 @@ SIZES: dict[str, tuple[str, ...]] = {
         "--calm_s=0.5",
         "--patience_s=60",
     ),
-    "micro": (_OUT, "--sizes_mb=1", "--snapshots_mb=1", "--snapshots=3", "--idle_s=1", "--runs=1"),
+    "micro": (
+        *(_OUT, "--sizes_mb=1", "--snapshots_mb=1", "--snapshots=3", "--idle_s=1", "--runs=1"),
+        *("--sharded=20:0.2", "--sharded_steps=30"),
+    ),
     "lost": (_OUT, "--cases=1:0.02,1:0.02:sharded,20:0.02:sharded:node", "--calm_s=0.5", "--runs=1"),
+    "store": (_OUT, "--sizes_mb=1", "--runs=1"),
     "meet": (_OUT, "--agents=4", "--torch_agents=4", "--runs=1"),
     "turns": (_OUT, "--nodes=20", "--runs=3"),
     "ps": (

@@ -67,7 +67,7 @@ def held(moment: str, directory: Path, action: Callable[..., Done], step_of: Cal
 def hold_saves(directory: Path) -> None:
     """Make it possible to hold a save before it is committed, and before it is renamed."""
 
-    def step_of(_channel: AgentChannel, asked: CommittedCheckpoint) -> int:
+    def step_of(_channel: AgentChannel, asked: CommittedCheckpoint, *_: object) -> int:
         return asked.copy.step
 
     def step_in(private: Path) -> int:

@@ -22,8 +22,9 @@ WITHIN_S = 300.0
 
 RUNS = {
     "recovery": ((), {"recovery": 2}),
-    "micro": (("micro",), {"micro": 18}),
+    "micro": (("micro",), {"micro": 22}),
     "lost": (("lost",), {"lost": 3}),
+    "store": (("store",), {"store": 10}),
     "meet": (("meet",), {"meet": 2}),
     "turns": (("turns",), {"turns": 5}),
     "ps-wire": (("ps", "--parts=wire"), {"ps_wire": 8}),

@@ -32,6 +32,7 @@ JOB = Path(__file__).with_name("sharded_job.py")
 STEPS = 250
 WIDE = str(1 << 16)
 """A width of the hidden layer with which the part of each of three ranks is larger than what agents send over links."""
+ON_DISK = "copies of another node's snapshots are kept on disk, in "
 LEAST_INTERVAL = 2
 """Least steps between snapshots whose parts are that large."""
 
@@ -95,10 +96,14 @@ def test_killed_workers_and_a_lost_node_lose_a_step_at_most_and_change_no_bit(jo
     assert_identical(running.weights, undisturbed.weights)
 
 
-def test_a_lost_node_leaves_copies_of_its_large_parts_with_the_next_one(job: Make) -> None:
-    """The ring is a, b, c. Each rank's part is 3.4 MB; once b is lost, only c has that of b's rank."""
+@pytest.mark.parametrize("options", [(), ("--snapshot_memory=10M",)], ids=["in-memory", "on-disk"])
+def test_a_lost_node_leaves_copies_of_its_large_parts_with_the_next_one(job: Make, options: tuple[str, ...]) -> None:
+    """The ring is a, b, c. Each rank's part is 3.4 MB; once b is lost, only c has that of b's rank.
+
+    Two snapshots of this node's own fit into 10 MB, and the copies of two more do not.
+    """
     undisturbed = job()
-    running = with_each_step(job, "--max_restarts=2")
+    running = with_each_step(job, "--max_restarts=2", *options)
     for each, step_time_s in ((undisturbed, "0"), (running, "0.15")):
         for name in ("a", "b", "c"):
             each.start(name, "3", [str(JOB), str(each.directory), "120", step_time_s, WIDE])
@@ -114,6 +119,9 @@ def test_a_lost_node_leaves_copies_of_its_large_parts_with_the_next_one(job: Mak
     running.finish()
     undisturbed.finish()
     assert_identical(running.weights, undisturbed.weights)
+    counts = {node.name: node.text().count(ON_DISK) for node in running.nodes.values()}
+    assert [counts[name] for name in ("a", "c")] == [len(options)] * 2, running.log_text()
+    assert "holds no copies" not in running.log_text()
 
 
 SHARDED = """

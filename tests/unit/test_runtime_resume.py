@@ -379,3 +379,13 @@ def test_training_does_not_wait_for_a_verdict(
     state.save()
     assert agent.committed is not None
     assert [asked["copy"]["step"] for asked in agent.asked] == [2, 9]
+
+
+def test_a_committed_one_that_a_mount_does_not_show_yet_is_no_damage(
+    tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may remember for a while that its final name was not there."""
+    save(tmp_path, agent, 5, 10)
+    monkeypatch.setattr("trainer_runtime.resume.exists", lambda path: path.name != stem_of("us", 1, 10))
+    with pytest.raises(OSError, match="this node sees its name, but cannot open it yet"):
+        resume(tmp_path, agent)

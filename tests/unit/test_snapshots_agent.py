@@ -23,6 +23,7 @@ from agent.links.part_sender import LargePart, PartSender
 from agent.links.part_stream import PartHeader
 from agent.links.snapshot_parts import SnapshotPart
 from agent.workers.held_snapshots import PieceSource, SnapshotPiece
+from agent.workers.replica_space import ReplicaSpace
 from agent.workers.snapshot_store import RankMemory, SnapshotStore
 from trainer_runtime import snapshot_page as page
 from trainer_runtime.contract import ControlPage
@@ -84,6 +85,7 @@ class Bench:
             self._post,
             self.handed.append,
             cast("PartSender", SimpleNamespace(send=self.large.append, end_group=self.ended.append)),
+            ReplicaSpace(directories=()),
         )
         self.ranks: list[Rank] = []
 
@@ -363,7 +365,7 @@ def test_a_third_part_that_is_much_larger_needs_free_memory(bench: Bench, monkey
     bench.begin(1, range(1))
     for step in (5, 6):
         bench.receive(step, 3)
-    monkeypatch.setattr("agent.workers.snapshot_store.free_memory", lambda: 3 << 20)
+    monkeypatch.setattr("agent.workers.replica_space.free_memory", lambda: 3 << 20)
     header = PartHeader(copy=copy(1, 7), world_size=WORLD, rank=3, checksum=7, size_bytes=2**62)
     with pytest.raises(NoRoomError, match="it has 3 MiB"):
         bench.snapshots.make_room(header)
@@ -375,7 +377,7 @@ def test_a_part_for_which_memory_cannot_grow_is_refused_with_the_reason(bench: B
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        with pytest.raises(NoRoomError, match=r"its memory for a copy cannot grow: .* File too large"):
+        with pytest.raises(NoRoomError, match=r"its space for a copy cannot grow: .* File too large"):
             bench.snapshots.make_room(header)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -403,7 +405,7 @@ def test_a_large_part_of_an_older_group_is_not_taken(bench: Bench) -> None:
 
 
 def test_a_large_part_for_which_there_is_no_memory_is_not_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.workers.snapshot_store.free_memory", lambda: 3 << 20)
+    monkeypatch.setattr("agent.workers.replica_space.free_memory", lambda: 3 << 20)
     header = PartHeader(copy=copy(1, 5), world_size=WORLD, rank=3, checksum=7, size_bytes=4 << 20)
     with pytest.raises(NoRoomError, match="it has 3 MiB of free memory, and a copy takes 4"):
         bench.snapshots.make_room(header)
