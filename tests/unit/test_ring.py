@@ -50,3 +50,9 @@ def test_nobody_is_beside_a_node_of_its_own_fault_domain_unless_too_many_are_in_
 def test_without_fault_domains_it_is_in_rank_order(domains: list[str]) -> None:
     group = group_of(domains)
     assert ring(group.members) == group.members
+
+
+def test_a_node_outside_has_no_neighbours() -> None:
+    group, outside = group_of(["w", "x"]), msgspec.structs.replace(NODE, node_id="z").identity
+    assert neighbours(group, outside) == ()
+    assert next_member(group, outside) is None
