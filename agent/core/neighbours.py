@@ -52,9 +52,7 @@ Links = tuple[LinkView, ...]
 def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
     """The members before and after this node in the ring. Empty if the node is no member."""
     mine, size = group.places.get(me), len(group.members)
-    if mine is None:
-        return ()
-    beside = {(mine - 1) % size, (mine + 1) % size} - {mine}
+    beside = {(mine - 1) % size, (mine + 1) % size} - {mine} if mine is not None else set()
     return tuple(group.ring[place] for place in sorted(beside))
 
 
