@@ -76,6 +76,11 @@ def make_schedule(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.StepLR(opt, 7, 0.9)
 
 
+def keys() -> int:
+    """Count the keys of the store by which the ranks have met."""
+    return int(dist.distributed_c10d._get_default_store().num_keys())
+
+
 def main() -> None:
     """Train."""
     directory, epochs, step_time_s, setup_s = Path(sys.argv[1]), int(sys.argv[2]), *map(float, sys.argv[3:5])
@@ -110,7 +115,14 @@ def main() -> None:
                     raise
                 opt.step()
                 schedule.step()
-                line = {"epoch": state.epoch, "step": step, "indices": loader.indices, "places": places}
+                line = {
+                    "epoch": state.epoch,
+                    "group": group,
+                    "step": step,
+                    "indices": loader.indices,
+                    "places": places[-9:],
+                    "keys": keys(),
+                }
                 with (directory / f"ledger.{os.getpid()}").open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 state.commit()
