@@ -102,7 +102,7 @@ def test_an_incident_is_a_span_and_its_phases_are_children() -> None:
     whole = spans.pop("incident: failed")
     assert whole.attributes["group"] == 2
     assert (whole.end_time - whole.start_time) / 1e9 == RESTART.total_s
-    assert list(spans) == ["detect", "agree", "stop", "start", "join", "load", "first_step"]
+    assert list(spans) == ["detect", "agree", "stop", "start", "join", "set_up", "load", "first_step"]
     assert all(span.parent.span_id == whole.context.span_id for span in spans.values())
     assert spans["detect"].start_time == whole.start_time
     assert spans["first_step"].end_time == whole.end_time
