@@ -176,10 +176,11 @@ class Contents:
         _require_same("", set(saved), {*self._whole, *self._values})
         _require_same(" for each rank", saved_own, own)
         memory = RestoredMemory()
+        modules = {**self.by_type(nn.Module), **{engine.name: engine.module for engine in self.engines}}
         for name, thing in self._whole.items():
             load_state(thing, saved[name])
-            if isinstance(thing, nn.Module):
-                memory.add(read_state(thing))
+            if name in modules:
+                memory.add(read_state(modules[name]))
         for name, given in self._values.items():
             self._values[name] = restore_value(name, given, saved[name], memory)
 
@@ -212,17 +213,16 @@ class Contents:
             return []
         now = self.read_light()
         changed = [name for name, state in committed.items() if not is_equal(state, now[name])]
+        engines = {engine.name: engine for engine in self.engines}
         for name in changed:
             if name in self._values:
                 self._values[name] = restore_value(name, self._values[name], committed[name], RestoredMemory())
+            elif name in engines:
+                _set_options(name, engines[name].groups, committed[name]["options"])
+                if engines[name].schedule is not None:
+                    load_state(engines[name].schedule, committed[name]["schedule"])
             elif isinstance(thing := self._objects[name], Optimizer):
-                for group, options in zip(thing.param_groups, committed[name], strict=False):
-                    group.update(
-                        {
-                            key: restore_value(name, group.get(key), value, RestoredMemory())
-                            for key, value in options.items()
-                        }
-                    )
+                _set_options(name, thing.param_groups, committed[name])
             else:
                 load_state(thing, committed[name])
         return changed
@@ -238,7 +238,7 @@ class Contents:
             if isinstance(thing, Optimizer)
             or not (isinstance(thing, nn.Module) or is_own_loader(thing) or name in streams)
         }
-        return {**objects, **self._values}
+        return {**objects, **{engine.name: _light_of(engine) for engine in self.engines}, **self._values}
 
     def copy_light(self) -> dict[str, Any]:
         """Return a copy of `read_light`, which later steps do not change."""
@@ -267,6 +267,20 @@ class Contents:
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Return the options of an optimizer's group of parameters."""
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def _light_of(engine: Engine) -> dict[str, Any]:
+    """Return the options of an engine's optimizer, and the state of its schedule."""
+    return {
+        "options": [_options(group) for group in engine.groups],
+        "schedule": None if engine.schedule is None else read_state(engine.schedule),
+    }
+
+
+def _set_options(name: str, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    for group, options in zip(groups, saved, strict=False):
+        restored = {key: restore_value(name, group.get(key), each, RestoredMemory()) for key, each in options.items()}
+        group.update(restored)
 
 
 def _refuse_fsdp1(name: str, module: nn.Module) -> None:

@@ -116,6 +116,8 @@ class State:
         self._keep = keep
         self._seed = seed
         self._lr_scaling = None if lr_scaling is None else require_lr_scaling(lr_scaling)
+        if check_finite and (hidden := next((each.name for each in self._contents.engines if each.hides_weights), "")):
+            raise ValueError(f"check_finite cannot check {hidden}: between the steps ZeRO 3 has no weights to look at")
         self._guard = FiniteGuard(self._contents.by_type(nn.Module)) if check_finite else None
         self._leave_on_handoff = leave_on_handoff
         self._run = os.environ.get(contract.RUN_ID) or DEFAULT_RUN

@@ -217,11 +217,13 @@ def complete(incident: Incident, transitions: Sequence[TransitionReport], began_
 def _phases(before: Phases, reports: Sequence[TransitionReport]) -> Phases:
     """Add the phases after the write of the group. Each one ends when the slowest rank has finished it."""
     stopped = max(report.stopped_s for report in reports)
-    if any(report.stepped_s is None for report in reports):
+    names = ("entered_s", "joined_s", "set_up_s", "loaded_s", "stepped_s")
+    times = [[getattr(report, name) for report in reports] for name in names]
+    if any(None in each for each in times):
         return msgspec.structs.replace(before, stop_s=stopped)
     ends = [stopped]
-    for name in ("entered_s", "joined_s", "set_up_s", "loaded_s", "stepped_s"):
-        ends.append(max(ends[-1], *(getattr(report, name) for report in reports)))
+    for each in times:
+        ends.append(max(ends[-1], *each))
     start, join, set_up, load, first_step = (end - begin for begin, end in pairwise(ends))
     return msgspec.structs.replace(
         before, stop_s=stopped, start_s=start, join_s=join, set_up_s=set_up, load_s=load, first_step_s=first_step

@@ -67,16 +67,20 @@ class Inbox(Generic[Event]):
 
     def get(self, timeout_s: float) -> Event | ev.Ticked | Exit:
         """Return the next event, or the order to end; `Ticked` if none comes in time."""
+        left_out: SnapshotArrived[Event] | None = None
         try:
             event = self._take(timeout_s)
             while isinstance(event, SnapshotArrived) and self._is_superseded(event):
-                event = self._take(0.0)
+                left_out, event = event, self._take(0.0)
         except Empty:
             return ev.Ticked()
-        if isinstance(event, SnapshotArrived):
-            self._revision = event.revision
-            return event.decode() or ev.Ticked()
-        return event
+        if not isinstance(event, SnapshotArrived):
+            return event
+        self._revision = event.revision
+        decoded = event.decode()
+        if decoded is None and left_out is not None:  # the newest cannot be read: rather the one before than none
+            decoded = left_out.decode()
+        return decoded or ev.Ticked()
 
     def _take(self, timeout_s: float) -> Event | SnapshotArrived[Event] | Exit:
         if self._next is None:

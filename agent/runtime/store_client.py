@@ -19,7 +19,7 @@ from agent.core import events as ev
 from agent.core.incident import IncidentWrite
 from agent.core.model import Node
 from agent.errors import RecordError, StoreUnavailable
-from agent.observe.log import log
+from agent.observe.log import InternalErrors, log
 from agent.roles.events import RoleEvent, RoleStoreEffect, RoleViewChanged
 from agent.roles.model import RoleNode, RoleSpec
 from agent.roles.store import RoleKeys, RoleWriter
@@ -173,12 +173,16 @@ class CollectiveClient(StoreClient):
         """Follow these keys from now on."""
         views = Views(self._keys, is_whole=watch.is_whole)
         reported: set[str] = set()
+        mishaps = InternalErrors("reading the job's records")
 
         def decode(snapshot: Snapshot) -> ev.ViewChanged | None:
             try:
                 view = views.of(snapshot)
             except RecordError as error:
                 log.error(str(error))
+                return None
+            except Exception as error:  # noqa: BLE001 - as in the mirror: an agent that sees nothing must not end either
+                mishaps.report(error)
                 return None
             for why in {*views.unread.values()} - reported:
                 log.error(f"{why}; what it says is left out")

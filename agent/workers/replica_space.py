@@ -73,11 +73,11 @@ class ReplicaSpace:
         Raises:
             NoRoomError: there is too little memory, and too little space on disk.
         """
-        growth = size_bytes - (os.fstat(old).st_size if old is not None else 0)
-        is_kept = old is not None and (growth <= 0 or not is_in_memory(old))
-        shortage = "" if is_kept else self._shortage(group, growth, use)
-        space = old
+        space, shortage = old, ""
         try:
+            growth = size_bytes - (os.fstat(old).st_size if old is not None else 0)
+            is_kept = old is not None and (growth <= 0 or not is_in_memory(old))
+            shortage = "" if is_kept else self._shortage(group, growth, use)
             if space is not None and shortage:
                 release.close_soon(space)
                 space = None
@@ -86,6 +86,8 @@ class ReplicaSpace:
             if not is_in_memory(space):
                 fallocate(space, 0, 0, size_bytes)
             os.ftruncate(space, size_bytes)
+            if shortage:
+                self._note_on_disk(shortage)
         except OSError as error:  # ulimit -f, a full disk
             if space is not None:
                 release.close_soon(space)
@@ -121,12 +123,14 @@ class ReplicaSpace:
         if free < size_bytes * (1 + _LEFT_FREE):
             raise NoRoomError(f"{shortage}; on disk, {directory} has {free >> 20} MiB free, of which half may be used")
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            descriptor = os.dup(file.fileno())
+            return os.dup(file.fileno())
+
+    def _note_on_disk(self, shortage: str) -> None:
         with self._lock:
             was_on_disk, self._is_on_disk = self._is_on_disk, True
         if not was_on_disk:
+            directory = self._directory(shortage)
             log.warning(f"copies of another node's snapshots are kept on disk, in {directory}: {shortage}")
-        return descriptor
 
     def _directory(self, shortage: str) -> str:
         """Return the first directory that is on a disk. Raises `NoRoomError`."""

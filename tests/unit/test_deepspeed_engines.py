@@ -271,6 +271,7 @@ def test_a_commit_where_gradients_are_accumulated_is_refused(tmp_path: Path) -> 
         ({"mp_world_size": 2}, "wanted data .* with model parallelism of 2"),
         ({"has_moe_layers": True}, "wanted data .* of 1 and experts"),
         ({"quantizer": object()}, "got an engine with a quantizer, whose state is not saved"),
+        ({"torch_autocast_z0_gradscaler": object()}, "got an engine with a gradient scaler for torch_autocast"),
         ({"optimizer": None}, "wanted a DeepSpeedEngine with one of .*, got a DeepSpeedEngine with NoneType"),
     ],
 )
@@ -279,6 +280,70 @@ def test_what_is_not_saved_is_refused_by_its_name(tmp_path: Path, changed: dict[
     vars(engine).update(changed)
     with pytest.raises(ValueError, match=f"State cannot save engine: {message}.*; save with DeepSpeed's own"):
         new_state(tmp_path, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [("backup_optimizer", "offloading of a part"), ("torch_autocast_gradscaler", "a gradient scaler")],
+)
+def test_what_its_optimizer_keeps_elsewhere_is_refused(tmp_path: Path, attribute: str, message: str) -> None:
+    engine = DeepSpeedEngine()
+    setattr(engine.optimizer, attribute, object())
+    with pytest.raises(ValueError, match=f"State cannot save engine: got an engine with {message}"):
+        new_state(tmp_path, engine=engine)
+
+
+def test_frozen_weights_in_integers_are_refused(tmp_path: Path) -> None:
+    engine = DeepSpeedEngine(DeepSpeedZeroOptimizer_Stage3)
+    engine.module[0].bias.ds_tensor.ds_quant_scale = 1.0
+    with pytest.raises(ValueError, match="got an engine with zero_quantized_nontrainable_weights"):
+        new_state(tmp_path, engine=engine)
+
+
+def test_a_check_that_would_see_no_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="check_finite cannot check engine: between the steps ZeRO 3"):
+        new_state(tmp_path, engine=DeepSpeedEngine(DeepSpeedZeroOptimizer_Stage3), check_finite=True)
+    new_state(tmp_path, engine=DeepSpeedEngine(), check_finite=True)
+
+
+def test_a_value_that_shares_the_weights_at_first_does_not_overwrite_them(tmp_path: Path) -> None:
+    one, two = DeepSpeedEngine(None), DeepSpeedEngine(None)
+    state = new_state(tmp_path, engine=one, best=one.module.state_dict())
+    state.restore()
+    one.train_step()
+    state.best = {name: torch.full_like(each, 9) for name, each in one.module.state_dict().items()}
+    state.commit()
+    settle(state)
+    again = new_state(tmp_path, engine=two, best=two.module.state_dict())
+    again.restore()
+    assert torch.equal(two.module[0].weight, one.module[0].weight)
+    assert torch.equal(again.best["0.weight"], state.best["0.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("kind", [None, DeepSpeedZeroOptimizer])
+def test_a_schedule_that_the_body_steps_before_its_items_counts_once(
+    tmp_path: Path, kind: type[DeepSpeedZeroOptimizer] | None
+) -> None:
+    def train(engine: DeepSpeedEngine, until: int) -> None:
+        state = new_state(tmp_path, engine=engine)
+        for _ in state.epochs(1):
+            engine.lr_scheduler.step()
+            for _ in state.steps(range(4)):
+                engine.train_step()
+                state.commit()
+                if state.step == until:
+                    settle(state)
+                    return
+
+    one, two, whole = DeepSpeedEngine(kind), DeepSpeedEngine(kind), DeepSpeedEngine(kind)
+    train(one, 2)
+    train(two, 4)
+    whole.lr_scheduler.step()
+    for _ in range(4):
+        whole.train_step()
+    assert two.lr_scheduler.last_epoch == whole.lr_scheduler.last_epoch
+    assert two.basic_optimizer.param_groups[0]["lr"] == whole.basic_optimizer.param_groups[0]["lr"]
 
 
 def test_an_engine_saves_its_optimizer_itself_and_stands_beside_no_sharded_module(tmp_path: Path) -> None:

@@ -63,6 +63,10 @@ def test_a_snapshot_that_is_left_out_is_not_decoded_and_one_that_cannot_be_read_
     assert taken(SnapshotArrived(3, lambda: None)) == []
 
 
+def test_the_snapshot_before_one_that_cannot_be_read_is_handed_out() -> None:
+    assert taken(arrived(3), arrived(4), SnapshotArrived(5, lambda: None)) == [viewed(4)]
+
+
 @pytest.mark.parametrize(
     ("revisions", "handed_out"),
     [

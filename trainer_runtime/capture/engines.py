@@ -104,6 +104,28 @@ class Engine:
         return self._names is not None
 
     @property
+    def hides_weights(self) -> bool:
+        """Whether the module has no weights between the steps (stage 3): a check of them would see none."""
+        return bool(self._divided)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module that the engine trains."""
+        module: torch.nn.Module = self._engine.module
+        return module
+
+    @property
+    def schedule(self) -> Any:  # noqa: ANN401 - as below
+        """The schedule of the learning rate. None: there is none."""
+        return self._engine.lr_scheduler
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups of parameters, with their options."""
+        groups: list[dict[str, Any]] = self._engine.basic_optimizer.param_groups
+        return groups
+
+    @property
     def optimizer(self) -> Any:  # noqa: ANN401 - as above
         """The engine's optimizer, which may wrap another one."""
         return self._engine.optimizer
@@ -340,7 +362,12 @@ def _find_fault(engine: Any) -> str:  # noqa: ANN401 - DeepSpeed is not imported
             getattr(optimizer, each, False) for each in ("swap_optimizer", "params_in_nvme_and_cpu")
         ),
         "elastic_checkpoint": getattr(optimizer, "elastic_checkpoint", False),
-        "a gradient scaler for torch_autocast": getattr(engine, "torch_autocast_z0_gradscaler", None),
+        "offloading of a part (ratio)": hasattr(optimizer, "backup_optimizer"),
+        "zero_quantized_nontrainable_weights": any(
+            hasattr(getattr(each, "ds_tensor", None), "ds_quant_scale") for each in engine.module.parameters()
+        ),
+        "a gradient scaler for torch_autocast": getattr(engine, "torch_autocast_z0_gradscaler", None)
+        or getattr(optimizer, "torch_autocast_gradscaler", None),
         "a quantizer": getattr(engine, "quantizer", None),  # this one and the next in versions before 0.19.8
         "progressive layer drop": getattr(engine, "progressive_layer_drop", None),
         "random layer token drop": engine.random_ltd_enabled(),
