@@ -220,7 +220,8 @@ def _copying_percent(found: Mapping[str, Any]) -> float:
     """Percent of the time by which `commit` and optimizer take longer in the step of a snapshot and in the next one."""
     near = {step + later for step in found["snapshots"] for later in (0, 1)}
     own_s = [seconds for number, seconds in _numbered(found, "own_s") if number in near]
-    usual_s = statistics.median(seconds for number, seconds in _numbered(found, "own_s") if number not in near)
+    others_s = [seconds for number, seconds in _numbered(found, "own_s") if number not in near]
+    usual_s = statistics.median(others_s or own_s)
     return sum(seconds - usual_s for seconds in own_s) / sum(found["steps_s"]) * 100
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 from waiting import comes_true, wait_for
@@ -222,7 +223,7 @@ def test_a_link_that_opens_in_time_is_used_at_once(ends: Ends) -> None:
 def test_the_other_agent_may_start_again(ends: Ends) -> None:
     ends.send(5, os.urandom(SIZE))
     ends.wait((5, True))
-    ends.receiver.answer_as(Credential(SECRET, replace(B, incarnation="j")))
+    ends.receiver.answer_as(Credential(SECRET, msgspec.structs.replace(B, incarnation="j")))
     ends.send(6, os.urandom(SIZE))
     ends.wait((5, True), (6, False))
     assert [header.copy.step for header, _ in ends.holder.parts] == [5], "the new one is another agent"
