@@ -179,6 +179,10 @@ SENTENCES: list[tuple[Reason, str]] = [
         "job j is finished (succeeded: all 2 ranks finished in group 1); start it over with --fresh",
     ),
     (
+        JobOver(job_id="j", state="stopped", result=Requested(what="stop", by="me"), summary="", was_over=True),
+        "job j is finished (stopped: stopped by me); elastic-agent reset lets it continue, --fresh starts it over",
+    ),
+    (
         NodeIdTaken(node_id="a", pid=7, address="10.0.0.2"),
         "node id 'a' is held by a living agent (pid 7, address 10.0.0.2): choose another --node_id, or stop that agent",
     ),
