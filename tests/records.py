@@ -73,6 +73,8 @@ class Run:
             members=tuple(IncidentMember(node_id=name, nproc=self.nproc) for name in names),
             ended=ended,
             phases=phases,
+            trained_before=len(self.incidents),
+            reached=0,
             before=self.incidents[-1].totals if self.incidents else Totals(),
             **told,
         )

@@ -77,7 +77,8 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     replayed_steps: Count = 0
     """Steps that were committed before an incident and again after it."""
     is_at_least: bool = False
-    """The downtime is longer than this: after an incident, no first step was reported of all ranks."""
+    """Perhaps more was lost. After an incident no first step was reported of all ranks, or nobody was left who knew
+    how far the training had come."""
 
 
 class IncidentMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,9 +109,8 @@ class GroupChange(Record, frozen=True, kw_only=True):
     """When the group was written: wall clock of the leader, seconds since 1970."""
     members: tuple[IncidentMember, ...]
     """In rank order. Empty: no node trains."""
-    last_began_after: Count = 0
-    """The step after which the previous group began: its restore point may be overwritten before its incident is
-    complete. 0: at the start of the training, or the script commits no steps."""
+    last_reached: Count | None = None
+    """The highest step of the previous group that its members reported, as they stopped or ended. None: none did."""
 
 
 class Incident(Record, frozen=True, kw_only=True):
@@ -132,7 +132,12 @@ class Incident(Record, frozen=True, kw_only=True):
     """How workers of the previous group failed: causes before consequences, each in the order of time."""
     phases: Phases
     step: Count = 0
-    """The step after which the group resumed. 0: at the start of the training, or the script commits no steps."""
+    """The step after which the group resumed. 0: at the start of the training, or not every rank has made a step."""
+    trained_before: Count = 0
+    """Number of the last group before that made a step, as far as known when the incident was written first. 0: none
+    did."""
+    reached: Count | None = None
+    """The highest step of that group. None: not known, or no group made a step."""
     replayed_steps: Count = 0
     """Steps that were committed before the incident and again after it."""
     step_s: Seconds = 0.0
@@ -146,6 +151,14 @@ class Incident(Record, frozen=True, kw_only=True):
         return self.phases.total_s + self.replayed_steps * self.step_s
 
     @property
+    def is_at_least(self) -> bool:
+        """Whether perhaps more steps were replayed, and more time was lost.
+
+        All nodes that had trained are gone. Nobody knows how far the training had come, and when it stopped.
+        """
+        return self.phases.is_complete and self.reached is None and self.trained_before > 0
+
+    @property
     def totals(self) -> Totals:
         """Totals of the run, including this incident. The first start of a run is not counted."""
         if self.is_first_start:
@@ -154,7 +167,9 @@ class Incident(Record, frozen=True, kw_only=True):
             incidents=self.before.incidents + 1,
             downtime_s=self.before.downtime_s + self.downtime_s,
             replayed_steps=self.before.replayed_steps + self.replayed_steps,
-            is_at_least=self.before.is_at_least or bool(self.members and not self.phases.is_complete),
+            is_at_least=self.before.is_at_least
+            or self.is_at_least
+            or bool(self.members and not self.phases.is_complete),
         )
 
     @property
@@ -170,7 +185,7 @@ class TransitionReport(MemberRecord, frozen=True, kw_only=True):
     stopped_s: Seconds
     """No process of the old workers was left."""
     entered_s: Seconds | None = None
-    """Its last rank had imported `trainer_runtime`. Like the next four, None until all ranks have made a step."""
+    """Its last rank had imported `trainer_runtime`. Like the next five, None until all ranks have made a step."""
     joined_s: Seconds | None = None
     """Its last rank had joined a process group."""
     set_up_s: Seconds | None = None
@@ -179,8 +194,13 @@ class TransitionReport(MemberRecord, frozen=True, kw_only=True):
     """Its last rank had loaded the restore point."""
     stepped_s: Seconds | None = None
     """Its last rank had made its first step."""
-    before: Count = 0
-    """The highest step that its earlier workers had committed."""
+    first_step: Count | None = None
+    """The number of that step."""
+    before: Count | None = None
+    """The highest step that its earlier workers had committed: those of the last group that made a step. None: none of
+    them made one."""
+    before_group: Count = 0
+    """Number of that group."""
     ended: tuple[Failure, ...] = ()
     """How its workers of the previous group failed, without those that the agent ended."""
     step_s: Seconds = 0.0

@@ -345,14 +345,7 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
     match planned.action:
         case Group() as group:
             spec_revision = view.spec.mod_revision if view.spec is not None else 0
-            shown = view.restore_point.value if view.restore_point is not None else None
-            change = (
-                None
-                if planned.is_old
-                else _group_change(
-                    group, planned.restored.restore_point if planned.restored is not None else shown, wall
-                )
-            )
+            change = None if planned.is_old else _group_change(group, view, wall)
             return fx.WriteGroup(group, change, planned.restored, group_revision, spec_revision, leader_revision)
         case HandoffRequest() as handoff:
             return fx.WriteHandoff(handoff, group_revision, leader_revision)
@@ -367,17 +360,19 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
             return other
 
 
-def _group_change(group: Group, restore_point: RestorePoint | None, wall: float) -> GroupChange:
-    """Return the record that the incidents of this group and of the previous group are made from.
-
-    It keeps what the write of the next group overwrites.
+def _group_change(group: Group, view: ClusterView, wall: float) -> GroupChange:
+    """Return the record that the incident of this group is made from.
 
     Args:
         group: the group that is to be written.
-        restore_point: the newest restore point.
+        view: shows the previous group.
         wall: wall clock, seconds since 1970.
     """
-    begun = restore_point.copy if restore_point is not None and restore_point.group == group.number - 1 else None
+    stopped = (each.step for each in view.quiesced if not each.is_late)
+    ended = (each.step for each in view.exits if each.step)
+    checkpoint = view.checkpoint.value if view.checkpoint is not None else None
+    is_last = checkpoint is not None and checkpoint.handoff and checkpoint.copy.group == group.number - 1
+    saved = (checkpoint.copy.step,) if checkpoint is not None and is_last else ()
     return GroupChange(
         run=group.run,
         group=group.number,
@@ -385,7 +380,7 @@ def _group_change(group: Group, restore_point: RestorePoint | None, wall: float)
         reason=group.reason,
         at=wall,
         members=members_of(group),
-        last_began_after=begun.step if begun is not None else 0,
+        last_reached=max((*stopped, *ended, *saved), default=None),
     )
 
 
@@ -405,7 +400,7 @@ def _unsaved_steps(state: AgentState) -> UnsavedSteps | None:
         return None
     saved = cached.checkpoint.copy.step if cached.checkpoint is not None else 0
     held = max((each.copy.step for each in state.copies if each.copy.run == cached.spec.run), default=0)
-    reached = max(held, state.workers.step, state.workers.before)
+    reached = max(held, state.workers.reached.step if state.workers.reached is not None else 0)
     if reached <= saved:
         return None
     return UnsavedSteps(reached=reached, saved=saved, were_ranks_signalled=_were_ranks_signalled(state))

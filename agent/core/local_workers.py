@@ -3,15 +3,15 @@
 Workers of a group live from `StartWorkers` until `WorkersGone`. No worker of a newer group is started before that. If
 the next group is entered in place, quiesced workers that can move go on in it: `WorkersMoved` ends the old group here.
 If they cannot after all, or do not answer in time, they are ended, and others are started. A node that is no member
-starts processes, too: they set up the script, and wait until the node is let in. When
-a worker fails, the others are killed at once, because they hang in a collective with it. If it failed because of a
-broken connection, the cause is most likely the failure of another worker. Then the others get a moment to fail by
-themselves.
+starts processes, too: they set up the script, and wait until the node is let in. When a worker fails, the others are
+killed at once, because they hang in a collective with it. If it failed because of a broken connection, the cause is
+most likely the failure of another worker. Then the others get a moment to fail by themselves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -43,6 +43,14 @@ def _is_consequence(exited: ev.WorkerExited) -> bool:
     return not exited.unreadable and is_peer_lost(f"{exited.error}\n{exited.stderr_tail}", exited.signal)
 
 
+class Reached(NamedTuple):
+    """How far a group had come that has ended."""
+
+    group: int
+    step: int
+    """Highest step that was committed."""
+
+
 @dataclass(frozen=True)
 class LocalWorkers:
     """The local rank processes, as far as they are known."""
@@ -53,8 +61,8 @@ class LocalWorkers:
     first_rank: int = 0
     count: int = 0
     started_at: float = 0.0
-    before: int = 0
-    """Highest step that earlier workers had committed: those of the last group that made a step."""
+    before: Reached | None = None
+    """How far earlier workers had come: those of the last group that made a step. None: none of them made one."""
     ended_before: tuple[Failure, ...] = ()
     """How the workers of the group before failed, without those that this agent ended."""
     step: int = 0
@@ -101,6 +109,11 @@ class LocalWorkers:
         return tuple(e for e in self.exits if e.exit_code != 0)
 
     @property
+    def reached(self) -> Reached | None:
+        """How far these workers had come, or earlier ones. None: none of them made a step."""
+        return Reached(self.group, self.step) if self.step and not self.is_waiting else self.before
+
+    @property
     def has_set_up(self) -> bool:
         """Whether they have set up the script, and wait to be let in."""
         return self.is_alive and self.is_waiting and self.can_move and not (self.exits or self.is_asked_to_end)
@@ -139,7 +152,7 @@ class LocalWorkers:
                 )
             case ev.WorkersMoved():
                 assert self.entering is not None  # noqa: S101 - workers move only when asked to
-                return replace(self.entering, started_at=event.at, before=event.step or self.before)
+                return replace(self.entering, started_at=event.at, before=replace(self, step=event.step).reached)
             case ev.WorkersReady() | ev.WorkersCannotMove():
                 return replace(self, can_move=isinstance(event, ev.WorkersReady))
 
@@ -204,7 +217,7 @@ def follow_group(workers: LocalWorkers, place: Place, now: float, patience: Pati
     started = replace(
         _workers_of(wanted, place.node_rank),
         started_at=now,
-        before=workers.step or workers.before,
+        before=workers.reached,
         ended_before=_ended(workers, wanted),
     )
     return started, (fx.StartWorkers(wanted, place.node_rank, place.spec),)
@@ -220,8 +233,7 @@ def _follow_alive(workers: LocalWorkers, place: Place, now: float, patience: Pat
 
 def _set_up(workers: LocalWorkers, place: Place, joined: Group, now: float) -> Followed:
     node_rank = len(joined.members) - 1
-    before = workers.step or workers.before
-    started = replace(_workers_of(joined, node_rank), is_waiting=True, started_at=now, before=before)
+    started = replace(_workers_of(joined, node_rank), is_waiting=True, started_at=now, before=workers.reached)
     return started, (fx.SetUpWorkers(joined, node_rank, place.spec),)
 
 

@@ -131,7 +131,8 @@ def _transition(
         node_id=me.node_id,
         incarnation=me.incarnation,
         stopped_s=workers.started_at - observed.seen_at,
-        before=workers.before,
+        before=workers.before.step if workers.before is not None else None,
+        before_group=workers.before.group if workers.before is not None else 0,
         ended=workers.ended_before,
         step_s=observed.step_s,
         clocks=observed.clocks,
@@ -145,4 +146,5 @@ def _transition(
         set_up_s=began.set_up - observed.seen_at,
         loaded_s=began.loaded - observed.seen_at,
         stepped_s=began.stepped - observed.seen_at,
+        first_step=began.step,
     )

@@ -63,6 +63,8 @@ class RunStatistics:
     """Changes of group after the first start."""
     downtime_s: float
     replayed_steps: int
+    is_at_least: bool
+    """Downtime and replayed steps are at least these, and the goodput is at most that."""
     goodput: float
     """0 to 1."""
     by_cause: tuple[CauseCost, ...]
@@ -127,19 +129,22 @@ def began_at(incident: Incident) -> float:
 def run_statistics(incidents: Sequence[Incident], now: float, *, has_ended: bool) -> RunStatistics:
     """Add up what a run's incidents cost. `now`: the time of the run's end, if it has ended."""
     if not incidents:
-        return RunStatistics(0, 0.0, 0, 1.0, (), dict.fromkeys(DOWNTIME_PHASES, 0.0))
+        return RunStatistics(0, 0.0, 0, False, 1.0, (), dict.fromkeys(DOWNTIME_PHASES, 0.0))
     counted = [each for each in outages(incidents, now) if not each.incident.is_first_start]
     totals = incidents[-1].totals
     last = counted[-1] if counted else None
     if last is not None and last.ended_at is None and not has_ended:
         open_s = last.downtime_s - last.incident.phases.total_s - last.downtime_by_phase[REPLAY]
         totals = msgspec.structs.replace(totals, downtime_s=totals.downtime_s + max(0.0, open_s))
-    since = training_since(incidents[-1])
+    newest = incidents[-1]
+    # Of an incident that goes on, the time until now is counted.
+    is_at_least = totals.is_at_least if has_ended else newest.before.is_at_least or newest.is_at_least
     return RunStatistics(
         incidents=totals.incidents,
         downtime_s=totals.downtime_s,
         replayed_steps=totals.replayed_steps,
-        goodput=goodput(totals, since, now),
+        is_at_least=is_at_least,
+        goodput=goodput(totals, training_since(newest), now),
         by_cause=_by_cause(counted),
         downtime_by_phase={name: sum(each.downtime_by_phase[name] for each in counted) for name in DOWNTIME_PHASES},
     )
@@ -191,8 +196,14 @@ def summary(totals: Totals, began_at: float, now: float, *, has_failed: bool = F
     if not has_failed:
         share = percent(goodput(totals, began_at, now))
         parts.append(f"goodput {share} at most" if totals.is_at_least or not commits else f"goodput {share}")
-    if totals.replayed_steps:
-        parts.append(replayed(totals.replayed_steps))
-    else:
-        parts.append("no step was lost" if commits else "replayed steps are not known: the script commits no steps")
+    parts.append(_replayed_in_all(totals, commits=commits))
     return "; ".join(parts)
+
+
+def _replayed_in_all(totals: Totals, *, commits: bool) -> str:
+    if not commits:
+        return "replayed steps are not known: the script commits no steps"
+    if not totals.is_at_least:
+        return replayed(totals.replayed_steps) if totals.replayed_steps else "no step was lost"
+    steps = f"at least {replayed(totals.replayed_steps)}" if totals.replayed_steps else "replayed steps are not known"
+    return f"{steps}, since after an incident nobody could count them"

@@ -163,6 +163,7 @@ def _opened(
     `ran_s`: how long the group before existed until the fault. None: not known, or the script commits no steps.
     """
     is_same_run = last is not None and last.run == change.run
+    trained_before, reached = _how_far(change, last) if last is not None and is_same_run else (0, None)
     return Incident(
         run=change.run,
         group=change.group,
@@ -173,9 +174,18 @@ def _opened(
         members=change.members,
         ended=ended,
         phases=Phases(),
+        trained_before=trained_before,
+        reached=reached,
         step_s=step_s if step_s is not None else last.step_s if last is not None else 0.0,
         before=_so_far(last, ran_s) if last is not None and is_same_run else Totals(),
     )
+
+
+def _how_far(change: GroupChange, last: Incident) -> tuple[int, int | None]:
+    """The last group before this change that made a step, and its highest one, as far as known. `last`: of this run."""
+    if change.last_reached is not None and last.group == change.group - 1:
+        return last.group, change.last_reached
+    return (last.group, None) if last.phases.is_complete else (last.trained_before, last.reached)
 
 
 def _so_far(last: Incident, ran_s: float | None) -> Totals:
@@ -188,13 +198,12 @@ def _so_far(last: Incident, ran_s: float | None) -> Totals:
     )
 
 
-def complete(incident: Incident, transitions: Sequence[TransitionReport], began_after: int) -> Incident:
+def complete(incident: Incident, transitions: Sequence[TransitionReport]) -> Incident:
     """Add the reports of the members to the incident that led to their group, once all have reported.
 
     Args:
         incident: as it is known so far.
         transitions: the reports of its members about the group.
-        began_after: the step after which the group began. 0: at the start of the training.
     """
     if incident.phases.is_complete or len(transitions) < len(incident.members):
         return incident
@@ -202,14 +211,22 @@ def complete(incident: Incident, transitions: Sequence[TransitionReport], began_
     reports = [by_node[member.node_id] for member in incident.members if member.node_id in by_node]
     if not reports or len(reports) < len(incident.members):
         return incident
-    reached = max(report.before for report in reports)
+    told = [(report.before_group, report.before) for report in reports if report.before is not None]
+    if incident.reached is not None:
+        told.append((incident.trained_before, incident.reached))
+    group, reached = max(told, default=(0, None))
+    if group < incident.trained_before:
+        reached = None
+    first_step = max((report.first_step or 0) for report in reports)
+    step = max(0, first_step - 1)
     phases = _phases(incident.phases, reports)
     return msgspec.structs.replace(
         incident,
         ended=with_late(incident.ended, reports),
         phases=phases,
-        step=began_after,
-        replayed_steps=max(0, reached - began_after) if phases.is_complete else 0,
+        step=step,
+        reached=reached,
+        replayed_steps=max(0, reached - step) if phases.is_complete and reached is not None else 0,
         step_s=max((report.step_s for report in reports), default=0.0) or incident.step_s,
     )
 

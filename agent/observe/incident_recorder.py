@@ -185,9 +185,7 @@ def _entries(recorder: Recorder, state: AgentState, view: ClusterView) -> list[_
             last = _last_before(number, entries, recorder, stored)
             incident = _opened(number, changes.get(number), last, recorder, state, view)
         if incident is not None:
-            began_after = _began_after(number, view, changes)
-            if began_after is not None:
-                incident = complete(incident, _transitions(number, view), began_after)
+            incident = complete(incident, _transitions(number, view))
             entries.append(_Entry(incident, there))
     return entries
 
@@ -262,13 +260,3 @@ def _transitions(number: int, view: ClusterView) -> tuple[TransitionReport, ...]
         return view.transitions
     statuses = (each for each in view.backlog.statuses if each.group == number)
     return tuple(each.transition for each in statuses if each.transition is not None)
-
-
-def _began_after(number: int, view: ClusterView, changes: dict[int, GroupChange]) -> int | None:
-    """The step after which the group of this number began. None: not known."""
-    if view.restore_point is not None and view.restore_point.value.group == number:
-        return view.restore_point.value.copy.step if view.restore_point.value.copy is not None else 0
-    if view.group is not None and view.group.value.number == number:
-        return 0
-    following = changes.get(number + 1)
-    return following.last_began_after if following is not None else None

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from agent.core.incident import Incident, IncidentMember, Phases, WorkerEnd
 from agent.observe.messages import (
+    REPLAY_NOT_KNOWN,
     SHOWN_S,
     cause_of,
     consequences,
@@ -40,7 +41,7 @@ def incident_json(incident: Incident) -> dict[str, Any]:
     """Return an incident as programs read it: its record, and what follows from it.
 
     Its reason, why workers ended, and how they hung, are sentences. `seconds` is the sum of its phases; `is_complete`
-    says whether the group's first step was observed.
+    says whether the group's first step was observed, and `is_at_least` whether perhaps more steps were replayed.
     """
     data: dict[str, Any] = msgspec.to_builtins(incident)
     data["reason"] = describe(incident.reason)
@@ -49,6 +50,7 @@ def incident_json(incident: Incident) -> dict[str, Any]:
         failure["why"], failure["hang"] = why_it_ended(ended.failure), describe_hang(hang) if hang is not None else ""
     data["seconds"] = incident.phases.total_s
     data["is_complete"] = incident.phases.is_complete
+    data["is_at_least"] = incident.is_at_least
     return data
 
 
@@ -79,7 +81,7 @@ def _cells(incident: Incident, phases: Sequence[str]) -> list[Text]:
         cause_of(incident),
         *(f"{known[name]:.2f}" if name in known else "" for name in phases),
         f"{incident.phases.total_s:.2f}" + ("" if incident.phases.is_complete else "+") if known else "",
-        str(incident.replayed_steps or ""),
+        "?" if incident.is_at_least else str(incident.replayed_steps or ""),
         ", ".join(names) if len(names) <= _MAX_MEMBERS_NAMED else count(len(names), "node"),
     ]
     return [Text(cell) for cell in cells]
@@ -125,7 +127,9 @@ def explain(incident: Incident, before: Incident | None) -> list[str]:
     head = f"Group {incident.group} was formed at {when:%Y-%m-%d %H:%M:%S %Z}, because {cause}."
     parts = [head, *_what_happened(incident), *_membership(incident, before)]
     if incident.members:
-        parts += [_phases(incident), _where_it_resumed(incident)]
+        parts.append(_phases(incident))
+    if incident.phases.is_complete:
+        parts.append(_where_it_resumed(incident))
     return [*parts, *_totals(incident)]
 
 
@@ -214,10 +218,10 @@ def _phases(incident: Incident) -> str:
 
 
 def _where_it_resumed(incident: Incident) -> str:
-    if not incident.step:
-        return f"Training began at the start{'' if incident.is_first_start else ', or the script commits no steps'}."
-    resumed = f"Training resumed after step {incident.step}"
-    if incident.is_first_start or not incident.phases.is_complete:  # replayed steps are known once all ranks have begun
+    resumed = f"Training resumed after step {incident.step}" if incident.step else "Training began at the start"
+    if incident.is_at_least:
+        return f"{resumed}; {REPLAY_NOT_KNOWN}."
+    if incident.reached is None:
         return f"{resumed}."
     if not incident.replayed_steps:
         return f"{resumed}; no step was replayed."
@@ -229,8 +233,9 @@ def _totals(incident: Incident) -> list[str]:
     if incident.is_first_start:
         return []
     totals = incident.totals
-    steps = f" and {replayed(totals.replayed_steps)}" if totals.replayed_steps else ""
-    cost = f"{'at least ' if totals.is_at_least else ''}{duration(totals.downtime_s)} of downtime"
+    least = "at least " if totals.is_at_least else ""
+    steps = f" and {least}{replayed(totals.replayed_steps)}" if totals.replayed_steps else ""
+    cost = f"{least}{duration(totals.downtime_s)} of downtime"
     return [f"The run so far: {count(totals.incidents, 'incident')}, {cost}{steps}."]
 
 

@@ -375,6 +375,10 @@ def _seconds(value: float) -> str:
     return f"{value:.2f}" if value < 0.095 else f"{value:.1f}"
 
 
+REPLAY_NOT_KNOWN = "how many steps were replayed is not known, since no node is left that had trained"
+"""Of an incident that `is_at_least` what is counted."""
+
+
 def one_line(incident: Incident) -> str:
     """Describe an incident on one line.
 
@@ -382,5 +386,7 @@ def one_line(incident: Incident) -> str:
     """
     after = f" after {duration(incident.phases.total_s)}" if incident.phases.is_complete else ""
     replay = replayed(incident.replayed_steps) if incident.replayed_steps else ""
+    if incident.is_at_least:
+        replay = REPLAY_NOT_KNOWN
     details = (time_of(incident.phases), replay)
     return "; ".join([f"group {incident.group}{after}: {cause_of(incident)}", *filter(None, details)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 def percent(share: float) -> str:
     """`97.1 %`. Rounded down, so that 100 % means no downtime."""
@@ -11,6 +13,13 @@ def percent(share: float) -> str:
 def count(number: int, what: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def bounds(*, is_at_least: bool) -> tuple[Callable[[str], str], Callable[[str], str]]:
+    """Two functions that put `at most` or `at least` before a quantity; or leave it as it is, if it is exact."""
+    if not is_at_least:
+        return str, str
+    return "at most {}".format, "at least {}".format
 
 
 def replayed(steps: int) -> str:

@@ -50,6 +50,8 @@ class PageIncident(msgspec.Struct, frozen=True, kw_only=True):
     downtime_s: float
     step: int
     replayed_steps: int
+    is_at_least: bool
+    """Perhaps more steps were replayed, and more time was lost."""
     members: int
     downtime_by_phase: dict[str, float]
     """In seconds."""
@@ -65,6 +67,8 @@ class Present(msgspec.Struct, frozen=True, kw_only=True):
     """0 to 1."""
     downtime_s: float
     replayed_steps: int
+    is_at_least: bool
+    """Downtime and replayed steps are at least these, and the goodput is at most that."""
     incidents: int
     """Of the whole run, including incidents that are not listed."""
 
@@ -90,6 +94,7 @@ def present(history: RunHistory, view: ClusterView) -> Present:
         goodput=statistics.goodput,
         downtime_s=statistics.downtime_s,
         replayed_steps=statistics.replayed_steps,
+        is_at_least=statistics.is_at_least,
         incidents=statistics.incidents,
     )
 
@@ -140,6 +145,7 @@ def _incident(outage: Outage, before: Outage | None) -> PageIncident:
         downtime_s=0.0 if incident.is_first_start else outage.downtime_s,
         step=incident.step,
         replayed_steps=incident.replayed_steps,
+        is_at_least=incident.is_at_least,
         members=len(incident.members),
         downtime_by_phase={name: seconds for name, seconds in outage.downtime_by_phase.items() if seconds > 0.0},
         sentences=list(explain(incident, before.incident if before is not None else None)),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
 
-    from agent.core.model import Group, RestorePoint
+    from agent.core.model import Group
 
 _STARTED_AT = 1000.0
 _SOON_S = 0.01
@@ -219,11 +219,10 @@ class Incidents:
         world = self._cluster.training.world_of(group)
         assert world is not None
         assert world.made, f"nobody has made a step of group {group.number}"
-        restore_point = self._cluster.invariants.restore_points.get(group.number)
-        assert restore_point is None or incident.step == _step(restore_point), incident
-        reached = max(self._reached[group.number, member.node_id] for member in group.members)
-        replayed = max(0, reached - incident.step)
-        assert incident.replayed_steps == replayed, f"{replayed} steps were replayed: {incident}"
+        assert incident.step == world.began_after, incident
+        replayed = max(0, world.reached_before - incident.step)
+        is_right = incident.replayed_steps == replayed or incident.reached is None
+        assert is_right, f"{replayed} steps were replayed: {incident}"
         if self._cluster.has_jumped:
             return
         lost_s = incident.phases.total_s
@@ -239,7 +238,3 @@ class Incidents:
             return self._written.get(incident.group - 1, _STARTED_AT)
         ends = [end.at for end in self._ends.get(incident.group - 1, []) if end.node_id == first.node_id]
         return min(ends)
-
-
-def _step(restore_point: RestorePoint) -> int:
-    return restore_point.copy.step if restore_point.copy is not None else 0

@@ -402,7 +402,7 @@ def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
     made = Incident(run="r", group=2, cause="lost", reason=LOST, at=9.0, began_at=1.0, members=(), phases=Phases())
     times = {"entered_s": 0.5, "joined_s": 1.0, "set_up_s": 1.5, "loaded_s": 2.0, "stepped_s": 11.0}
     told = TransitionReport(group=2, node_id="a", incarnation="i", stopped_s=0.0, **times)
-    completed = complete(msgspec.structs.replace(made, members=members_of(group)), (told,), 0)
+    completed = complete(msgspec.structs.replace(made, members=members_of(group)), (told,))
     view = replace(shown, group=Stored(group, 2, 2))
     came = Observations(group=2, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=110.0)
     opened = open_incident(draft(change(3), view, came, 112.0), completed)
@@ -464,7 +464,7 @@ def test_a_step_takes_as_long_as_on_the_slowest_node() -> None:
         TransitionReport(group=2, node_id=name, incarnation="i", stopped_s=0.0, step_s=step_s)
         for name, step_s in (("a", 1.0), ("b", 3.0))
     )
-    assert complete(made, told, 0).step_s == 3.0
+    assert complete(made, told).step_s == 3.0
 
 
 def test_an_agent_that_an_operator_drained_was_not_preempted() -> None:

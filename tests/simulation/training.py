@@ -76,11 +76,13 @@ class World:
     def __init__(self, training: Training, group: Group, run: str) -> None:
         self.group = group
         self.run = run
-        self.step = 0
+        self.step = self.began_after = 0
         self.copy: StateId | None = None
         self.is_begun = False
         self.made = 0
         """Steps taken by these ranks."""
+        self.reached_before = 0
+        """The highest step of the last group before that had made one."""
         self.started_at = training.cluster.now
         self.loaded_at = self.stepped_at = 0.0
         """When they had what they begin from, and had made their first step."""
@@ -122,7 +124,7 @@ class World:
         self.copy = self._training.load(agents, restore_point)
         self.is_begun = True
         self.loaded_at = self._cluster.now
-        self.step = self.copy.step if self.copy is not None else 0
+        self.step = self.began_after = self.copy.step if self.copy is not None else 0
         self._cluster.invariants.on_begin(self.group, restore_point, self.copy)
         where = f" at {named(self.copy)}" if self.copy is not None and self.copy != restore_point.copy else ""
         self._cluster.transcript.note(f"train {self.group.number}{where}")
@@ -156,8 +158,12 @@ class World:
         before = self.copy
         self.step += 1
         self.made += 1
+        if self.made == 1:
+            self.reached_before = self._training.reached.get(self.run, (0, 0))[1]
         self.copy = StateId(run=self.run, group=self.group.number, step=self.step)
         self._training.history.add(self.copy, before)
+        reached = self._training.reached
+        reached[self.run] = max((self.group.number, self.step), reached.get(self.run, (0, 0)))
         self._tell(agents)
         if self._training.copies_every and self.step % self._training.copies_every == 0:
             self.snapshot(agents)
@@ -300,6 +306,8 @@ class Training:
         """Nodes whose ranks take so many seconds of each step for themselves."""
         self.hang_limit_s = 0.0
         """So long without a step is suspicious; 0: nobody looks."""
+        self.reached: dict[str, tuple[int, int]] = {}
+        """By run: the last group that made a step, and its highest step."""
         self._worlds: dict[int, list[World]] = {}
 
     def step_s(self) -> float:

@@ -189,7 +189,8 @@ class Transcript:
             return
         ended = f", {_ended(incident.ended)}" if last is not None and incident.ended != last.ended else ""
         times = f", {_phases(incident)}" if self.has_times else ""
-        yield f"incident {incident.group}: replayed {incident.replayed_steps}{ended}{times}"
+        replayed = "unknown" if incident.is_at_least else incident.replayed_steps
+        yield f"incident {incident.group}: replayed {replayed}{ended}{times}"
 
     # Agents
 

@@ -53,6 +53,8 @@ CRASH = Incident(
     ended=(KILLED, PEER),
     phases=Phases(detect_s=0.02, agree_s=0.01, stop_s=0.1, start_s=1.9, join_s=0.5, load_s=0.2, first_step_s=0.7),
     step=120,
+    trained_before=3,
+    reached=123,
     replayed_steps=3,
     step_s=0.5,
     before=Totals(incidents=2, downtime_s=10.0, replayed_steps=4),
@@ -245,7 +247,16 @@ def test_unknown_phases_are_reported_as_unknown() -> None:
     assert "The duration is not known." in explain(crash(phases=Phases()), FIRST)
     text = said(crash(phases=Phases(detect_s=2.0), replayed_steps=0))
     assert "Not every rank has been seen to make a step (yet); 2.0 s are known: 2.0 s to detect it." in text
-    assert "Training resumed after step 120.\n" in text
+    assert "resumed" not in text
+
+
+def test_steps_that_nobody_could_count_are_not_known() -> None:
+    incident = crash(reached=None, replayed_steps=0)
+    why = "how many steps were replayed is not known, since no node is left that had trained"
+    text = said(incident)
+    assert f"Training resumed after step 120; {why}.\n" in text
+    assert "downtime and at least 4 replayed steps." in text
+    assert one_line(incident).endswith(f"; {why}")
 
 
 def test_a_planned_change_may_cost_no_step_and_no_time() -> None:

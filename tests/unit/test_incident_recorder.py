@@ -74,9 +74,21 @@ def change(number: int, **fields: Any) -> GroupChange:  # noqa: ANN401 - of a re
     return msgspec.convert({"run": "r", "group": number, **told}, GroupChange)
 
 
-def moved(number: int, *, stepped_s: float | None = 4.0, before: int = 7) -> TransitionReport:
+def moved(
+    number: int, *, stepped_s: float | None = 4.0, before: int | None = 7, before_group: int = 1, after: int = 5
+) -> TransitionReport:
     times = dict.fromkeys(("entered_s", "joined_s", "set_up_s", "loaded_s"), None if stepped_s is None else 1.0)
-    return TransitionReport(group=number, **BY, stopped_s=0.5, stepped_s=stepped_s, before=before, **times)
+    first_step = None if stepped_s is None else after + 1
+    return TransitionReport(
+        group=number,
+        **BY,
+        stopped_s=0.5,
+        stepped_s=stepped_s,
+        first_step=first_step,
+        before=before,
+        before_group=before_group if before is not None else 0,
+        **times,
+    )
 
 
 def exited(number: int, code: int = 1) -> ExitReport:
@@ -206,7 +218,7 @@ def test_an_incident_is_completed_once_all_have_reported() -> None:
 def test_incidents_of_groups_that_are_over_are_written_in_their_order() -> None:
     """Two leaders in a row died; of the group between them all had reported, and its restore point is overwritten."""
     told = statuses(exited(1), moved(2, before=9), exited(2, code=3))
-    changes = [change(2), change(3, last_began_after=5, cause="lost", reason=lost("b"))]
+    changes = [change(2), change(3, cause="lost", reason=lost("b"))]
     view = shown(group(3), changes=changes, incidents=[stored(FIRST)], told=told, restore_point=begun(3, 8))
     (second, _), (third, _) = written(Recorder(), leads(view))
     assert (second.group, second.phases.is_complete, second.step, second.replayed_steps) == (2, True, 5, 4)
@@ -214,12 +226,27 @@ def test_incidents_of_groups_that_are_over_are_written_in_their_order() -> None:
     assert [each.failure.exit_code for each in third.ended] == [3]
 
 
-def test_of_a_group_that_is_over_without_its_restore_point_nothing_is_completed() -> None:
-    """Its successor's change has it, and is gone where an old backup mixed records of two histories."""
-    others = [stored(msgspec.structs.replace(FIRST, group=number)) for number in (1, 3, 4)]
-    view = shown(group(4), changes=[change(2)], incidents=others, told=statuses(moved(2)))
+def test_steps_that_nobody_is_left_to_count_are_not_known() -> None:
+    """All nodes that had trained are gone at once: the members of the next group have had no workers before."""
+    view = shown(group(2), changes=[change(2)], incidents=[stored(FIRST)], told=statuses(moved(2, before=None)))
     ((incident, _),) = written(Recorder(), leads(view))
-    assert (incident.group, incident.phases) == (2, Phases())
+    assert (incident.step, incident.replayed_steps, incident.is_at_least) == (5, 0, True)
+    assert incident.totals.is_at_least
+
+
+def test_a_node_that_missed_the_last_group_does_not_know_how_far_it_came() -> None:
+    last = msgspec.structs.replace(complete_one(), trained_before=1, reached=9)
+    told = statuses(moved(3, before=9, before_group=1, after=20))
+    view = shown(group(3), changes=[change(3)], incidents=[stored(last)], told=told)
+    ((incident, _),) = written(Recorder(), leads(view))
+    assert (incident.trained_before, incident.step, incident.is_at_least) == (2, 20, True)
+
+
+def test_what_members_reported_as_they_ended_is_known_without_them() -> None:
+    told = statuses(moved(2, before=None, after=5))
+    view = shown(group(2), changes=[change(2, last_reached=8)], incidents=[stored(FIRST)], told=told)
+    ((incident, _),) = written(Recorder(), leads(view))
+    assert (incident.reached, incident.replayed_steps, incident.is_at_least) == (8, 3, False)
 
 
 def test_an_incident_of_the_last_group_that_etcd_has_lost_is_written_again_with_the_next() -> None:

@@ -270,7 +270,7 @@ def about_to_move() -> LocalWorkers:
 
 def test_workers_that_have_moved_are_those_of_the_next_group() -> None:
     moved = about_to_move().apply_event(ev.WorkersMoved(1, 7, 2.5), 3.0)
-    assert (moved.group, moved.before, moved.started_at, moved.is_alive) == (2, 7, 2.5, True)
+    assert (moved.group, moved.before, moved.started_at, moved.is_alive) == (2, (1, 7), 2.5, True)
     assert follow_group(moved, Place(IN_PLACE, ME, SPEC), 99.0, AT_ONCE) == (moved, ())
 
 

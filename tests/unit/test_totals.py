@@ -20,6 +20,8 @@ def _incident(*, at: float, phases: Phases, before: Totals = Totals(), began_at:
         began_at=began_at,
         members=(IncidentMember(node_id="a", nproc=1),),
         phases=phases,
+        trained_before=1,
+        reached=3,
         replayed_steps=3,
         step_s=0.5,
         before=before,
@@ -49,6 +51,16 @@ def test_what_a_script_without_commits_did_again_is_not_known() -> None:
     assert told == (
         "1 incident cost 1.0 s; goodput 90.0 % at most; replayed steps are not known: the script commits no steps"
     )
+
+
+def test_what_nobody_could_count_is_at_least() -> None:
+    why = "since after an incident nobody could count them"
+    totals = Totals(incidents=1, downtime_s=1.0, is_at_least=True)
+    assert summary(totals, 0.0, 10.0) == (
+        f"1 incident cost at least 1.0 s; goodput 90.0 % at most; replayed steps are not known, {why}"
+    )
+    counted = Totals(incidents=2, downtime_s=1.0, replayed_steps=3, is_at_least=True)
+    assert summary(counted, 0.0, 10.0).endswith(f"; at least 3 replayed steps, {why}")
 
 
 def test_a_failed_job_has_no_goodput() -> None:

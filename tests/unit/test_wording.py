@@ -17,7 +17,7 @@ from agent.core import events as ev
 from agent.core.fence import settle
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport, TransitionReport
 from agent.core.lifecycle import step
-from agent.core.local_workers import LocalWorkers
+from agent.core.local_workers import LocalWorkers, Reached
 from agent.core.model import (
     CachedRecords,
     Checkpoint,
@@ -446,7 +446,7 @@ def goes(
     known = CachedRecords(spec=SPEC, group=None, checkpoint=committed if saved else None)
     copies = (Replica(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
     state = replace(NEW, view=view, cached=known, copies=copies, leaving=Leaving(0, AskedToEnd()))
-    state = replace(state, workers=workers or LocalWorkers(before=reached))
+    state = replace(state, workers=workers or LocalWorkers(before=Reached(1, reached)))
     state, effects = step(state, ev.Ticked(), 0.0)
     (leave,) = [each for each in effects if isinstance(each, fx.Deregister)]
     state = replace(state, view=replace(view, is_whole=False))  # it does not lead any more

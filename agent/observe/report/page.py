@@ -9,8 +9,8 @@ from itertools import accumulate
 
 from agent.core.incident import Incident, WorkerEnd
 from agent.observe.goodput import DOWNTIME_PHASES, Outage
-from agent.observe.messages import cause_of, consequences, describe, how_it_ended, how_near, rivals
-from agent.observe.quantities import count, duration, percent, replayed
+from agent.observe.messages import REPLAY_NOT_KNOWN, cause_of, consequences, describe, how_it_ended, how_near, rivals
+from agent.observe.quantities import bounds, count, duration, percent, replayed
 from agent.observe.report.figures import Figures, svg
 from agent.observe.report.palette import DARK, LIGHT, PHASES, is_planned
 from agent.observe.report.run_history import RunHistory, moment
@@ -110,11 +110,12 @@ def _header(history: RunHistory) -> Html:
 
 def _statistics(history: RunHistory) -> Html:
     statistics = history.statistics
+    at_most, at_least = bounds(is_at_least=statistics.is_at_least)
     tiles = (
-        ("goodput", percent(statistics.goodput)),
-        ("downtime", duration(statistics.downtime_s)),
+        ("goodput", at_most(percent(statistics.goodput))),
+        ("downtime", at_least(duration(statistics.downtime_s))),
         ("incidents", str(statistics.incidents)),
-        ("replayed steps", str(statistics.replayed_steps)),
+        ("replayed steps", at_least(str(statistics.replayed_steps))),
     )
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in tiles), class_="numbers")
 
@@ -154,8 +155,9 @@ def _by_cause(history: RunHistory) -> Html:
 def headlines(history: RunHistory) -> list[str]:
     """Return the page's first lines, for the picture."""
     statistics = history.statistics
-    cost = f"goodput {percent(statistics.goodput)}   downtime {duration(statistics.downtime_s)}   "
-    cost += f"{count(statistics.incidents, 'incident')}   {replayed(statistics.replayed_steps)}"
+    at_most, at_least = bounds(is_at_least=statistics.is_at_least)
+    cost = f"goodput {at_most(percent(statistics.goodput))}   downtime {at_least(duration(statistics.downtime_s))}   "
+    cost += f"{count(statistics.incidents, 'incident')}   {at_least(replayed(statistics.replayed_steps))}"
     when = f"{moment(history.begin)} to {moment(history.end)}   np {history.spec.np}   run {history.spec.run}"
     causes = [f"{each.cause} {each.incidents} ({duration(each.downtime_s)})" for each in statistics.by_cause]
     by_cause = ["by cause: " + ", ".join(causes)] if causes else []
@@ -179,6 +181,7 @@ def _incident_list(history: RunHistory) -> Html:
 def _incident(outage: Outage, before: Outage | None, begin: float) -> Html:
     incident = outage.incident
     downtime = "" if incident.is_first_start else duration(outage.downtime_s)
+    steps = count(incident.replayed_steps, "step") if incident.replayed_steps else ""
     summary = tag(
         "summary",
         tag("span", str(incident.group), class_="number of-group"),
@@ -186,9 +189,7 @@ def _incident(outage: Outage, before: Outage | None, begin: float) -> Html:
         tag("span", incident.cause, class_="cause" if is_planned(incident.cause) else "cause fault"),
         tag("span", cause_of(incident), class_="reason"),
         tag("span", downtime, class_="number downtime"),
-        tag(
-            "span", count(incident.replayed_steps, "step") if incident.replayed_steps else "", class_="number replayed"
-        ),
+        tag("span", "not known" if incident.is_at_least else steps, class_="number replayed"),
     )
     # The id is inside the element that unfolds, so that a link to it unfolds the element.
     body = tag("div", *_incident_body(outage, before), class_="body", id=f"incident-{incident.group}")
@@ -210,7 +211,7 @@ def _incident_body(outage: Outage, before: Outage | None) -> Iterator[Html]:
     yield _phases(outage)
     yield tag("h3", "Members")
     yield tag("p", *_members(incident, before.incident if before is not None else None))
-    if incident.members:
+    if incident.phases.is_complete:
         yield tag("h3", "Resumed")
         yield tag("p", _where_it_resumed(incident))
 
@@ -261,7 +262,9 @@ def _members(incident: Incident, before: Incident | None) -> Iterator[str]:
 
 def _where_it_resumed(incident: Incident) -> str:
     resumed = f"after step {incident.step}" if incident.step else "at the start"
+    if incident.is_at_least:
+        return f"{resumed}; {REPLAY_NOT_KNOWN}."
     if not incident.replayed_steps:
-        return f"{resumed}; no step was replayed." if incident.step else f"{resumed}."
+        return f"{resumed}; no step was replayed." if incident.reached is not None else f"{resumed}."
     work = f" ({duration(incident.replayed_steps * incident.step_s)} of work)" if incident.step_s else ""
     return f"{resumed}; {replayed(incident.replayed_steps)}{work}."

@@ -69,8 +69,9 @@ function showNumbers() {
   const { status } = job;
   const rate = samples[1].at(-1) || 0;
   const steps = Object.values(ranks).flatMap((live) => live.ranks.map((rank) => rank[1]));
+  const [most, least] = job.is_at_least ? ["≤ ", "≥ "] : ["", ""];
   const numbers = {
-    "goodput": `${(Math.floor(job.goodput * 1000) / 10).toFixed(1)} %`,
+    "goodput": `${most}${(Math.floor(job.goodput * 1000) / 10).toFixed(1)} %`,
     "step": steps.length ? Math.max(...steps) : "–",
     "steps per second": rate ? rate.toFixed(1) : "–",
     "group": status.group,
@@ -78,8 +79,8 @@ function showNumbers() {
     "nodes": status.nodes.length,
     "np": status.np,
     "incidents": job.incidents,
-    "downtime": duration(job.downtime_s),
-    "replayed steps": job.replayed_steps,
+    "downtime": least + duration(job.downtime_s),
+    "replayed steps": least + job.replayed_steps,
   };
   $("numbers").replaceChildren(...Object.entries(numbers).map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
@@ -205,7 +206,7 @@ function showIncidents() {
 function incident(data, open) {
   const downtime = data.downtime_s ? `, ${duration(data.downtime_s)}` : "";
   const steps = data.replayed_steps;
-  const replayed = steps ? `, ${steps} replayed step${steps === 1 ? "" : "s"}` : "";
+  const replayed = data.is_at_least ? ", replayed steps not known" : steps ? `, ${steps} replayed step${steps === 1 ? "" : "s"}` : "";
   const head = make("summary", {}, `group ${data.group}, ${moment(data.at)}: `,
     make("span", { class: data.is_planned ? "cause" : "cause fault" }, data.cause), `, ${data.reason}${downtime}${replayed}`);
   const all = Object.values(data.downtime_by_phase).reduce((sum, part) => sum + part, 0);
