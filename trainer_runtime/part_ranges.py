@@ -112,7 +112,7 @@ def fetch(
     """
     parts: dict[int, SparsePart] = {}
     for each, holder in holders.items():
-        own = NodeMemory(memoryview(describe(local[each]))) if holder == rank() else None
+        own = NodeMemory(memoryview(bytearray(describe(local[each])))) if holder == rank() else None
         is_wanted = not gathering.is_complete and each not in local
         described = spread(own, holder, is_wanted=is_wanted)
         if is_wanted and described is not None:

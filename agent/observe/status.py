@@ -116,9 +116,15 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
     group = view.group.value if view.group is not None else None
     result = view.result.value if view.result is not None else None
     committed = view.checkpoint.value if view.checkpoint is not None else None
-    if result is not None:
-        state: State = result.state
+    if result is not None and result.is_reset:
+        state: State = "waiting"
+        reason = f"{describe(result.reason)}; its next agents begin a new run"
+        result = None
+    elif result is not None:
+        state = result.state
         reason = "; ".join(filter(None, (describe(result.reason), result.summary)))
+    elif not view.nodes:
+        state, reason = "waiting", "no agent is running; the next agents continue the job"
     else:
         state = "training" if group is not None and group.members else "waiting"
         reason = describe(plan(view, observe(Observations(), view, 0.0), _PATIENT, 0.0).reason)

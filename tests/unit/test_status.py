@@ -51,6 +51,7 @@ TRAINING = ClusterView(
     revision=100,
     is_whole=True,
     spec=Stored(SPEC, 1, 1),
+    nodes=(Stored(NODE, 5, 5, 7),),
     group=Stored(GROUP, 10, 10),
     restore_point=Stored(RestorePoint(group=4, copy=None, lineage=(), checkpoint=None), 11, 11),
     checkpoint=Stored(COMMITTED, 12, 12),
@@ -205,6 +206,19 @@ def test_a_job_that_was_stopped_is_neither_a_success_nor_a_failure() -> None:
     assert shown(replace(TRAINING, result=Stored(result, 16, 16))).startswith(
         "job job  stopped: stopped by ann; no incidents\n"
     )
+
+
+def test_a_job_that_was_reset_waits_for_agents_and_has_not_failed() -> None:
+    by = Requested(what="reset", by="ann")
+    result = Result(run="r", group=4, succeeded=False, exit_code=1, reason=by, is_reset=True)
+    status = job_status("job", replace(TRAINING, nodes=(), result=Stored(result, 16, 16)))
+    assert (status.state, status.exit_code) == ("waiting", None)
+    assert status.reason == "reset by ann; its next agents begin a new run"
+
+
+def test_a_job_without_agents_does_not_train() -> None:
+    status = job_status("job", replace(TRAINING, nodes=()))
+    assert (status.state, status.reason) == ("waiting", "no agent is running; the next agents continue the job")
 
 
 def test_nodes_that_an_operator_excluded_or_drained_are_marked() -> None:
