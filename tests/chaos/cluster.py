@@ -63,6 +63,8 @@ class Cluster:
     nodes: int = 3
     np: str = "2:3"
     step_time_s: float = 0.1
+    is_plain: bool = False
+    """Each group has new processes."""
     project: str = field(default_factory=lambda: f"elastic-agent-chaos-{secrets.token_hex(3)}")
 
     def __post_init__(self) -> None:
@@ -108,6 +110,7 @@ class Cluster:
             "NODES": str(self.nodes),
             "JOB_ID": JOB_ID,
             "STEP_TIME_S": str(self.step_time_s),
+            "PLAIN": "--plain" if self.is_plain else "--no-plain",
             "LEDGER": str(self.directory),
         }
         return run("docker", "compose", "--progress=quiet", *files, "-p", self.project, *arguments, environ=environ)

@@ -87,6 +87,7 @@ def _count(text: str) -> int:
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plain", action="store_true", help="the script does without state.run")
     parser.add_argument("--out", type=Path, default=_OUT, metavar="DIR", help=f"for tables and logs [default: {_OUT}]")
 
 
@@ -94,7 +95,7 @@ def _play_each(asked: argparse.Namespace, directory: Path, reference: Reference)
     chosen: Sequence[Fault] = list(FAULTS.values()) if asked.all else [FAULTS[name] for name in asked.names]
     for turn in range(asked.repeat):
         for fault in chosen:
-            with Cluster(directory / f"{turn}-{fault.name}") as cluster:
+            with Cluster(directory / f"{turn}-{fault.name}", is_plain=asked.plain) as cluster:
                 outcome = play(cluster, fault, asked.seed + turn, reference)
                 yield _kept(cluster, _checked(cluster, outcome, reference), asked.out)
 
@@ -104,7 +105,7 @@ def _soak(asked: argparse.Namespace, directory: Path, reference: Reference) -> I
     chance = Random(asked.seed)
     names = list(FAULTS)
     weights = [1 if name in _LONG else 5 for name in names]
-    with Cluster(directory / "soak") as cluster:
+    with Cluster(directory / "soak", is_plain=asked.plain) as cluster:
         for number in range(asked.faults):
             (name,) = chance.choices(names, weights)
             time.sleep(asked.every)  # the cluster trains undisturbed between two faults

@@ -3,6 +3,8 @@
 Each sample's gradient is rounded to a grid on which sums are exact, so that neither the number of ranks, nor the order
 in which they are summed, changes a bit of the weights. The ranks meet in an all-reduce in every step.
 
+With `state.run` processes outlive changes of their group; with `--plain` each group has new ones.
+
     LEDGER/{group}.{rank}     who took which samples into a step, when, and whether it got as far as the commit
     LEDGER/digests            of the weights at the end of each epoch
     LEDGER/weights.pt         the result, and after how many steps
@@ -69,21 +71,31 @@ class Ledger:
     """What this rank has done."""
 
     def __init__(self, directory: Path, state: tr.State) -> None:
-        self._file = (directory / f"{state.group}.{tr.rank()}").open("a", buffering=1)
+        self._directory = directory
         self._state = state
-        self._who = {"host": socket.gethostname(), "pid": os.getpid(), "world": tr.world_size()}
+        self._place = (-1, -1)
+        self._who: dict[str, object] = {}
 
     def begin(self, epoch: int, samples: list[int]) -> None:
         """A step is about to be committed."""
+        place = (self._state.group, tr.rank())
+        if place != self._place:
+            self._place = place
+            self._who = {"host": socket.gethostname(), "pid": os.getpid(), "world": tr.world_size()}
+            print(
+                f"group {place[0]} rank {place[1]} pid {os.getpid()} begins after step {self._state.step}", flush=True
+            )
         self._write(step=self._state.step + 1, epoch=epoch, samples=samples)
 
     def finish(self) -> None:
-        """It was."""
+        """It was, in the group in which it began: the commit may have led into the next one."""
         self._write(step=self._state.step)
 
     def _write(self, **what: object) -> None:
         line = {"t": time.clock_gettime(time.CLOCK_BOOTTIME), **self._who, **what}
-        self._file.write(json.dumps(line) + "\n")
+        group, rank = self._place
+        with (self._directory / f"{group}.{rank}").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class Rest:
@@ -141,30 +153,36 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 50)
     loader = tr.DataLoader(Samples(), global_batch=GLOBAL_BATCH)
     state = tr.State(model=net, optimizer=optimizer, schedule=schedule, save_every=options.save_every)
-    state.restore()
     ledger = Ledger(options.ledger, state)
-    print(f"group {state.group} rank {tr.rank()} pid {os.getpid()} begins after step {state.step}", flush=True)
-    for epoch in state.epochs(options.epochs):
-        for points, classes in state.steps(loader):
-            rest = Rest(state.step, options.step_time_s)
-            gradient = exact_gradient(net, points, classes)
-            rest.at(0)
-            if tr.world_size() > 1:
-                dist.all_reduce(gradient)
-            rest.at(1)
-            use_gradient(net, gradient / GLOBAL_BATCH)
-            optimizer.step()
-            schedule.step()
-            rest.at(2)
-            ledger.begin(epoch, loader.indices)
-            state.commit()
-            ledger.finish()
-            rest.at(3)
-        eat(options.ledger)
-        if tr.is_main():
-            note_digest(options.ledger, state.step, net)
-        if is_to_stop(options.ledger, state.step):
-            break
+
+    def train() -> None:
+        for epoch in state.epochs(options.epochs):
+            for points, classes in state.steps(loader):
+                rest = Rest(state.step, options.step_time_s)
+                gradient = exact_gradient(net, points, classes)
+                rest.at(0)
+                if tr.world_size() > 1:
+                    dist.all_reduce(gradient)
+                rest.at(1)
+                use_gradient(net, gradient / GLOBAL_BATCH)
+                optimizer.step()
+                schedule.step()
+                rest.at(2)
+                ledger.begin(epoch, loader.indices)
+                state.commit()
+                ledger.finish()
+                rest.at(3)
+            eat(options.ledger)
+            if tr.is_main():
+                note_digest(options.ledger, state.step, net)
+            if is_to_stop(options.ledger, state.step):
+                break
+
+    if options.plain:
+        state.restore()
+        train()
+    else:
+        state.run(train)
     state.save()
     if tr.is_main():
         torch.save({"step": state.step, "weights": net.state_dict()}, options.ledger / "weights.pt")
@@ -177,6 +195,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10**9)
     parser.add_argument("--save_every", type=int, default=20)
     parser.add_argument("--step_time_s", type=float, default=0.0)
+    parser.add_argument("--plain", action=argparse.BooleanOptionalAction)
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ _WITHOUT_STANDBY_S = 5.0
 _CLOCK_ERROR_S = 60.0
 
 
-@fault("out-of-memory", "a worker takes more memory than its node may, and is killed for it", most_groups=1, failures=1)
+@fault("out-of-memory", "a worker takes more memory than its node may, and is killed for it", failures=1)
 def out_of_memory(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     _limit_memory(victim, _NODE_MB)

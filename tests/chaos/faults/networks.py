@@ -15,8 +15,9 @@ _APART_S = 8.0
 _DELAY_S = 0.2
 _SLOW_S = 40.0
 """Ranks that meet take a few dozen answers, and as many to stop together before another one joins them."""
-_BROKEN_S = 5.0
-"""No node is missing, so they wait a moment for one to be, before a broken connection counts as a failure."""
+_BROKEN_S = 6.0
+"""No node is missing, so they wait for one to be, before a broken connection counts as a failure: a lease of 4 s, and
+0.6 s for etcd to end it. A restart and a step follow."""
 _DROPPED = re.compile(r"^ *([1-9]\d*) .* DROP ", re.MULTILINE)
 
 

@@ -75,7 +75,7 @@ def paused(cluster: Cluster, chance: Random) -> Iterator[Wait]:
         run("docker", "unpause", victim)
 
 
-@fault("worker-killed", "a worker is killed", most_groups=1, failures=1)
+@fault("worker-killed", "a worker is killed", failures=1)
 def worker_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     pids = dict(cluster.ledger.pids().values())
