@@ -6,8 +6,9 @@
 - **Retries only where a repeat is harmless** (read, grant, refresh, revoke). A transaction is sent again only if
   nothing of the first attempt has left this process, or if etcd rejected it because of an unknown token. After any
   other failure it may have been applied.
-- **Renew only after an answer.** A renewal is sent only after a health RPC was answered. Otherwise, where responses
-  get lost and requests do not, etcd would keep the lease of a node that no longer receives anything.
+- **Renew only after an answer.** A renewal is sent only if the one before was answered, or else a health RPC just now.
+  Otherwise, where responses get lost and requests do not, etcd would keep the lease of a node that no longer receives
+  anything. So such a node renews its lease once more at the most.
 - **Probe reads.** A member whose disk is stuck answers health RPCs, renews leases, and keeps a watch open and silent.
   Therefore a linearizable read precedes a renewal from time to time, and an endpoint that cannot answer it is left.
 - **A rejected watch raises.** The protocol reports the rejection only in the field `canceled` of a reply.
@@ -73,6 +74,8 @@ class EtcdStore(Store):
         self._attempt_timeout_s = attempt_timeout_s
         self._retry_for_s = retry_for_s
         self._probe_at = time.monotonic() + _PROBE_EVERY_S
+        self._answering: EtcdConnection | None = None
+        """It has answered the last renewal."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._watches: weakref.WeakSet[EtcdWatch] = weakref.WeakSet()
@@ -110,10 +113,13 @@ class EtcdStore(Store):
 
         def keep_alive(connection: EtcdConnection, options: _CallOptions) -> float:
             ends_at = time.monotonic() + options["timeout"]
-            _wait_for_answer(connection, options)
+            if self._answering is not connection:
+                _wait_for_answer(connection, options)
+            self._answering = None
             reply = connection.keep_alive(request, **_call_options(options["metadata"], ends_at))
             if reply is None:
                 raise EndpointFailed(f"etcd at {connection.endpoint} ended the renewal of a lease without an answer")
+            self._answering = connection
             return float(reply.TTL)
 
         self._probe()

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
+from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, TimingOverrides, WorkerConfig
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
@@ -29,6 +29,8 @@ _FIRST_PORT = 20000
 """What they say of themselves; nothing listens there."""
 _WITHIN_S = 300.0
 _STACK_BYTES = 1 << 20
+_DETECT_WITHIN_S = 31.0
+"""Hundreds of agents on a few cores are late with everything. With the usual leases of 4 s they would lose these."""
 
 
 class MeetingAgent:
@@ -87,7 +89,7 @@ def config_of(endpoint: str, job_id: str, number: int, count: int) -> AgentConfi
         store_timeout_s=_WITHIN_S,
         job=JobConfig(job_id, count, count),
         node=NodeConfig(f"node-{number}", is_node_id_chosen=True, address=_ADDRESS, ips=(_ADDRESS,), nproc=1),
-        timing=TimingConfig(),
+        timing=TimingConfig(_DETECT_WITHIN_S, TimingOverrides(settle_s=1.0)),
         workers=WorkerConfig(("none",), nowhere, nowhere, max_restarts=0),
     )
 

