@@ -7,6 +7,7 @@ from dataclasses import replace
 from agent.core import cached_records, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.backoff import doubled_s, spread
 from agent.core.member_status import WrittenStatus
 from agent.core.model import Result
 from agent.core.observations import follow, observe
@@ -17,6 +18,9 @@ from agent.errors import EXIT_USAGE
 
 _SIGTERM = 15
 _RETRY_S = 0.5
+_LOST_AGAIN_WITHIN_S = 60.0
+_FIRST_WAIT_S = 1.0
+_LONGEST_WAIT_S = 30.0
 _HOLDER_LEASES = 2.5
 """The lease, another one since a new etcd leader renews all leases, which is not visible, and the time to revoke it."""
 
@@ -77,17 +81,28 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     if is_back:
         state = replace(state, is_store_lost=False, outage_ended_at=now)
     seen = observe(state.seen, view, now, is_back=is_back) if view.is_whole else follow(state.seen, view, now)
+    had_place = state.registered is not None
     state = replace(
         state,
         view=view,
         seen=replace(seen, outage_ended_at=state.outage_ended_at),
         leaderless_since=None if view.leader is not None else state.leaderless_since or now,
     )
+    if had_place and state.registered is None:
+        state = _note_lost_place(state, now)
     if not should_start_over(state, view):
         state = _remember(state, view, now, is_other_history=is_older or is_back)
     if view.result is not None and state.leaving is None and not should_start_over(state, view):
         return replace(state, leaving=_leave_ended_job(state, view.result.value))
     return state
+
+
+def _note_lost_place(state: AgentState, now: float) -> AgentState:
+    """The lease has ended. Whoever loses it again and again waits, so that an overloaded etcd gets less to do."""
+    is_again = state.place_lost_at is not None and now < state.place_lost_at + _LOST_AGAIN_WITHIN_S
+    lost = state.places_lost + 1 if is_again else 1
+    wait_s = doubled_s(_FIRST_WAIT_S, lost - 2, _LONGEST_WAIT_S) * spread(state.incarnation) if lost > 1 else 0.0
+    return replace(state, places_lost=lost, place_lost_at=now, register_at=now + wait_s)
 
 
 def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_history: bool) -> AgentState:

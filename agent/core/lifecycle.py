@@ -60,6 +60,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
         workers.move_until,
         state.drain_until,
         state.retry_at,
+        state.register_at,
         held_until(state),
         _campaign_at(state),
         _isolate_at(state),
@@ -316,7 +317,7 @@ def _place_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     until = held_until(state)
     if until is not None and now < until and _is_id_held(state):
         return None
-    return fx.Register(state.node)
+    return fx.Register(state.node) if now >= state.register_at else None
 
 
 def _is_id_held(state: AgentState) -> bool:

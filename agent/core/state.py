@@ -144,6 +144,12 @@ class AgentState:
     settled_revision: int = 0
     """Revision of the last write or complete read of this agent. Nothing is decided from an older view."""
     retry_at: float = 0.0
+    places_lost: int = 0
+    """How often in a row this agent has lost its place in etcd, each time soon after the last."""
+    place_lost_at: float | None = None
+    """When it lost it last. None: it never has."""
+    register_at: float = 0.0
+    """Not before does it register again."""
     holder: fx.NodeIdHolder | None = None
     """Another agent that held our node id at the last attempt to register."""
     held_since: float = 0.0
