@@ -125,9 +125,13 @@ def explain(incident: Incident, before: Incident | None) -> list[str]:
     when = datetime.fromtimestamp(incident.at).astimezone()
     cause = _CAUSE_MEANING[incident.cause]
     head = f"Group {incident.group} was formed at {when:%Y-%m-%d %H:%M:%S %Z}, because {cause}."
-    parts = [head, *_what_happened(incident), *_membership(incident, before)]
+    parts = [head, *_what_happened(incident)]
+    has_waited = before is not None and before.run == incident.run and not before.members
+    if before is not None and has_waited:
+        parts.append(f"Since group {before.group} no node had trained: {describe(before.reason)}.")
+    parts += _membership(incident, before)
     if incident.members:
-        parts.append(_phases(incident))
+        parts.append(_phases(incident, has_waited=has_waited))
     if incident.phases.is_complete:
         parts.append(_where_it_resumed(incident))
     return [*parts, *_totals(incident)]
@@ -204,11 +208,12 @@ def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _phases(incident: Incident) -> str:
+def _phases(incident: Incident, *, has_waited: bool) -> str:
     phases = incident.phases
     if not spent(phases):
         return "The duration is not known."
-    parts = [f"{duration(each_s)} {_PHASE_MEANING[name]}" for name, each_s in spent(phases) if each_s >= SHOWN_S]
+    meanings = {**_PHASE_MEANING, "agree": "until enough nodes were there"} if has_waited else _PHASE_MEANING
+    parts = [f"{duration(each_s)} {meanings[name]}" for name, each_s in spent(phases) if each_s >= SHOWN_S]
     known = f"{duration(phases.total_s)} {{}}{': ' if parts else ''}{listed(parts) if parts else ''}."
     if phases.detect_s is None and phases.agree_s is None:
         known += " How long it took to detect it and to agree on the new group is not known."

@@ -267,6 +267,13 @@ def test_a_planned_change_may_cost_no_step_and_no_time() -> None:
     )
 
 
+def test_a_group_after_a_wait_names_what_was_waited_for() -> None:
+    wait = msgspec.structs.replace(FIRST, group=3, cause="wait", reason=lost("node-c"), members=())
+    text = said(crash(phases=Phases(detect_s=0.0, agree_s=7.6, first_step_s=0.4)), wait)
+    assert "\nSince group 3 no node had trained: lost node-c.\n" in text
+    assert "7.6 s until enough nodes were there and 0.4 s for the first step" in text
+
+
 def test_members_of_an_earlier_run_do_not_count_as_having_left() -> None:
     text = said(CRASH, msgspec.structs.replace(FIRST, run="before"))
     assert "No longer in the group" not in text
