@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from simulation import roles
-from simulation.random_clusters import play
+from simulation.random_clusters import Size, play
 from simulation.replay import read, replay
 
 from agent.observe.messages import describe
@@ -20,6 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/simulate")
     parser.add_argument("--clusters", type=int, default=10000)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--nodes", type=int, default=5, metavar="N", help="of each cluster [default: 5]")
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="a file of elastic-agent incident export")
     parser.add_argument("--roles", action="store_true", help="parameter-server jobs")
@@ -60,8 +61,9 @@ def _play_roles(asked: argparse.Namespace) -> None:
 def _play_random(asked: argparse.Namespace) -> None:
     """Simulate clusters with consecutive seeds. A failure ends the run, and names its seed and scenario."""
     digest, happened, began = hashlib.blake2b(digest_size=16), 0, time.monotonic()
+    size = Size() if asked.nodes == len(Size().names) else Size.of(asked.nodes)
     for seed in range(asked.first, asked.first + asked.clusters):
-        cluster = play(seed, steps=asked.steps, is_traced=True)
+        cluster = play(seed, steps=asked.steps, is_traced=True, size=size)
         digest.update(cluster.digest.encode())
         happened += cluster.steps
     took_s = time.monotonic() - began

@@ -94,6 +94,19 @@ def is_fulfilled(number: int, view: ClusterView) -> bool:
     return view.group is not None and len(_quiesced(number, view)) == len(view.group.value.members)
 
 
+def stopped_at(view: ClusterView) -> int | None:
+    """The step after which all ranks of the current group have stopped for a handoff. None: they have not."""
+    request = view.handoff.value if view.handoff is not None else None
+    if request is None or view.group is None or request.group != view.group.value.number:
+        return None
+    number = request.number
+    if (saved := _saved(number, view)) is not None:
+        return None if saved.is_late else saved.copy.step
+    found = _quiesced(number, view)
+    is_over = len(found) < len(view.group.value.members) or any(each.is_late for each in found)
+    return None if is_over else found[0].step
+
+
 def _saved(number: int, view: ClusterView) -> Checkpoint | None:
     committed = view.checkpoint.value if view.checkpoint is not None else None
     return committed if committed is not None and committed.handoff >= number else None

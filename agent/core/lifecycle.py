@@ -24,8 +24,9 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, last_checkpoint, neighbours
 from agent.core.apply_event import apply_event, ask_to_leave, held_until, leave_as_asked, should_start_over
+from agent.core.handoff import stopped_at
 from agent.core.incident import GroupChange, members_of
-from agent.core.local_workers import Patience, Place, follow_group
+from agent.core.local_workers import PLANNED, Patience, Place, follow_group
 from agent.core.model import Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
 from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
@@ -369,11 +370,8 @@ def _group_change(group: Group, view: ClusterView, wall: float) -> GroupChange:
         view: shows the previous group.
         wall: wall clock, seconds since 1970.
     """
-    stopped = (each.step for each in view.quiesced if not each.is_late)
     ended = (each.step for each in view.exits if each.step)
-    checkpoint = view.checkpoint.value if view.checkpoint is not None else None
-    is_last = checkpoint is not None and checkpoint.handoff and checkpoint.copy.group == group.number - 1
-    saved = (checkpoint.copy.step,) if checkpoint is not None and is_last else ()
+    stopped = stopped_at(view) if group.cause in PLANNED else None
     return GroupChange(
         run=group.run,
         group=group.number,
@@ -381,7 +379,7 @@ def _group_change(group: Group, view: ClusterView, wall: float) -> GroupChange:
         reason=group.reason,
         at=wall,
         members=members_of(group),
-        last_reached=max((*stopped, *ended, *saved), default=None),
+        last_reached=max(ended, default=stopped),
     )
 
 

@@ -29,7 +29,7 @@ from agent.core.model import (
 from agent.core.reasons import SetUpFailed
 
 _CAUSE_WITHIN_S = 1.5
-_PLANNED = frozenset({"join", "scale", "drain"})
+PLANNED = frozenset({"join", "scale", "drain"})
 """Causes for which the ranks were quiesced. An operator who asks for a restart wants new processes."""
 _UNPLANNED = frozenset({"lost", "failed"})
 """Causes for which the connections between ranks are broken."""
@@ -252,7 +252,7 @@ def _move(workers: LocalWorkers, place: Place, now: float) -> Followed | None:
     wanted = place.wanted
     if wanted is None or not wanted.in_place or workers.exits or workers.is_asked_to_end:
         return None
-    is_planned = wanted.cause in _PLANNED
+    is_planned = wanted.cause in PLANNED
     is_free = workers.sent_handoff if is_planned else wanted.cause in _UNPLANNED
     if not (workers.is_waiting or (workers.can_move and is_free)):
         return None

@@ -9,7 +9,7 @@ All functions are pure. `incident_recorder.py` decides when each incident is ope
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,6 +53,8 @@ class Draft:
     decided_at: float
     commits: bool
     """Whether the script of the group before commits steps, so that its first step would have been seen."""
+    has_trained: bool
+    """A member of the group before has reported the first step of its ranks."""
 
 
 def draft(change: GroupChange, view: ClusterView, seen: Observations, now: float) -> Draft:
@@ -76,6 +78,7 @@ def draft(change: GroupChange, view: ClusterView, seen: Observations, now: float
         group_since=seen.group_since,
         decided_at=now,
         commits=group is not None and bool(group.members) and (can_hand_off(group, view) or _has_committed(view)),
+        has_trained=_has_trained(view.transitions),
     )
 
 
@@ -101,7 +104,7 @@ def open_incident(drafted: Draft, last: Incident | None) -> Incident:
     fault_at = min(max(drafted.fault_at, trained_at), drafted.decided_at)
     known_at = fault_at if drafted.broken_since is None else max(fault_at, drafted.broken_since)
     ran_s = fault_at - drafted.group_since if is_of_last_group and drafted.commits else None
-    incident = _opened(drafted.change, last, drafted.ended, drafted.step_s, ran_s)
+    incident = _opened(drafted.change, last, drafted.ended, drafted.step_s, ran_s, has_trained=drafted.has_trained)
     phases = Phases(detect_s=known_at - fault_at, agree_s=drafted.decided_at - known_at)
     return msgspec.structs.replace(incident, phases=phases)
 
@@ -120,7 +123,8 @@ def open_from_records(change: GroupChange, last: Incident | None, statuses: Sequ
     before = last if last is not None and last.group == change.group - 1 else None
     reports = _exits(before, statuses)
     step_s = max((report.step_s for report in reports), default=None)
-    return _opened(change, last, in_order(reports), step_s, ran_s=None)
+    told = (each.transition for each in statuses if each.transition is not None)
+    return _opened(change, last, in_order(reports), step_s, ran_s=None, has_trained=_has_trained(told))
 
 
 def _exits(before: Incident | None, statuses: Sequence[MemberStatus]) -> tuple[ExitReport, ...]:
@@ -155,15 +159,34 @@ def _exits(before: Incident | None, statuses: Sequence[MemberStatus]) -> tuple[E
     return accuse(view, seen, math.inf).exits
 
 
+def _has_trained(transitions: Iterable[TransitionReport]) -> bool:
+    """Whether a member has reported the first step of its ranks."""
+    return any(each.first_step is not None for each in transitions)
+
+
 def _opened(
-    change: GroupChange, last: Incident | None, ended: tuple[WorkerEnd, ...], step_s: float | None, ran_s: float | None
+    change: GroupChange,
+    last: Incident | None,
+    ended: tuple[WorkerEnd, ...],
+    step_s: float | None,
+    ran_s: float | None,
+    *,
+    has_trained: bool,
 ) -> Incident:
     """An incident without phases.
 
-    `ran_s`: how long the group before existed until the fault. None: not known, or the script commits no steps.
+    Args:
+        change: of the group.
+        last: the incident before.
+        ended: the workers of the group before that failed.
+        step_s: the usual time of a step. None: not known.
+        ran_s: how long the group before existed until the fault. None: not known, or the script commits no steps.
+        has_trained: a member of the group before has reported the first step of its ranks.
     """
     is_same_run = last is not None and last.run == change.run
-    trained_before, reached = _how_far(change, last) if last is not None and is_same_run else (0, None)
+    trained_before, reached = 0, None
+    if last is not None and is_same_run:
+        trained_before, reached = _how_far(change, last, has_trained=has_trained)
     return Incident(
         run=change.run,
         group=change.group,
@@ -181,10 +204,12 @@ def _opened(
     )
 
 
-def _how_far(change: GroupChange, last: Incident) -> tuple[int, int | None]:
+def _how_far(change: GroupChange, last: Incident, *, has_trained: bool) -> tuple[int, int | None]:
     """The last group before this change that made a step, and its highest one, as far as known. `last`: of this run."""
-    if change.last_reached is not None and last.group == change.group - 1:
-        return last.group, change.last_reached
+    if change.last_reached is not None:
+        return change.group - 1, change.last_reached
+    if has_trained:
+        return change.group - 1, None
     return (last.group, None) if last.phases.is_complete else (last.trained_before, last.reached)
 
 

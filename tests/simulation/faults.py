@@ -25,10 +25,11 @@ _QUIET_S = 12.0
 class Faults:
     """Chooses among all kinds of faults."""
 
-    def __init__(self, cluster: Cluster, names: tuple[str, ...]) -> None:
+    def __init__(self, cluster: Cluster, names: tuple[str, ...], nps: tuple[tuple[int, int], ...]) -> None:
         self._cluster = cluster
         self._chance = cluster.random
         self._names = names
+        self._nps = nps
         self._quiet_until = 0.0
         self._kinds: tuple[tuple[int, Callable[[], None]], ...] = (
             (8, self._start),
@@ -281,7 +282,7 @@ class Faults:
             cluster.restore_backup()
 
     def _scale(self) -> None:
-        self._cluster.scale(self._chance.choice(((1, 4), (2, 2), (3, 3), (1, 2))))
+        self._cluster.scale(self._chance.choice(self._nps))
 
     def _drain(self) -> None:
         agent = self._one()

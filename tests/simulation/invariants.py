@@ -132,7 +132,8 @@ class Invariants:
 
     def is_known(self) -> bool:
         """Whether agents that are not about to leave know the last group and the last commit."""
-        stay = [agent.state for agent in self._cluster.agents if not agent.is_gone and agent.state.drain_until is None]
+        here = (agent.state for agent in self._cluster.agents if not agent.is_gone)
+        stay = [state for state in here if state.drain_until is None and state.leaving is None]
         known = [state.cached for state in stay if state.cached is not None]
         number = max((each.number for each in known), default=0)
         count = max((each.checkpoint.number for each in known if each.checkpoint is not None), default=0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import cycle
+
 from simulation.cluster import Cluster
 from simulation.faults import Faults
 
-_NAMES = ("a", "b", "c", "d", "e")
 _LIVE_S = 180.0
 """A handoff that was not completed is requested again after 120 s."""
 _ALL_LEAVE_EVERY = 8
@@ -14,19 +16,38 @@ _RECORD_S = 5.0
 """An incident is recorded so much later at the latest: answers may be lost, and leaders may leave with the job."""
 
 
-def play(seed: int, *, steps: int, is_traced: bool = False) -> Cluster:
+@dataclass(frozen=True)
+class Size:
+    """How large a cluster is: by default as small as shows most races."""
+
+    names: tuple[str, ...] = ("a", "b", "c", "d", "e")
+    first: int = 3
+    """So many nodes begin, and are there at the end."""
+    nps: tuple[tuple[int, int], ...] = ((1, 4), (2, 2), (3, 3), (1, 2))
+    """What an operator asks for; the job begins with one of the first two, and ends with the second."""
+
+    @classmethod
+    def of(cls, nodes: int) -> Size:
+        """A size in the same proportions, with so many nodes."""
+        names = tuple(f"n{number:0{len(str(nodes))}}" for number in range(nodes))
+        half, most = nodes // 2, nodes * 4 // 5
+        return cls(names, nodes * 3 // 5, ((half // 2, most), (half, half), (nodes * 3 // 5,) * 2, (half // 2, half)))
+
+
+def play(seed: int, *, steps: int, is_traced: bool = False, size: Size | None = None) -> Cluster:
     """A cluster's whole life. A failure is an AssertionError, to which its seed and log are added."""
-    cluster = Cluster(seed, np=(1, 4) if seed % 2 else (2, 2), loss=(0.0, 0.0, 0.3, 0.1)[seed % 4])
+    size = size or Size()
+    cluster = Cluster(seed, np=size.nps[0] if seed % 2 else size.nps[1], loss=(0.0, 0.0, 0.3, 0.1)[seed % 4])
     cluster.is_traced = is_traced
     try:
-        _play(cluster, steps)
+        _play(cluster, steps, size)
     except AssertionError as error:
-        error.add_note(f"seed {seed}, steps {steps}:\n{cluster.log_text()}")
+        error.add_note(f"seed {seed}, steps {steps}, {len(size.names)} nodes:\n{cluster.log_text()}")
         raise
     return cluster
 
 
-def _play(cluster: Cluster, steps: int) -> None:
+def _play(cluster: Cluster, steps: int, size: Size) -> None:
     chance, training = cluster.random, cluster.training
     cluster.drop = chance.choice((0.0, 0.02))
     training.copies_every = chance.choice((0, 1, 2))
@@ -44,9 +65,9 @@ def _play(cluster: Cluster, steps: int) -> None:
     training.tells_pace = chance.random() < 0.5
     training.hang_limit_s = chance.choice((0.0, 1.5, 6.0))
     cluster.network.are_clocks_compared = chance.random() < 0.7
-    faults = Faults(cluster, _NAMES)
+    faults = Faults(cluster, size.names, size.nps)
     domains = chance.choice(("", "", "xy", "xxyy"))
-    for name, domain in zip(_NAMES[:3], f"{domains}{domains}   ", strict=False):
+    for name, domain in zip(size.names[: size.first], cycle(domains or " "), strict=False):
         cluster.start(name, domain=domain.strip())
     cluster.run(chance.uniform(0.0, 3.0))
     for _ in range(steps):
@@ -56,10 +77,10 @@ def _play(cluster: Cluster, steps: int) -> None:
     if cluster.seed % _ALL_LEAVE_EVERY == 0:
         faults.ask_all_to_leave()
     faults.end()
-    _live(cluster)
+    _live(cluster, size)
 
 
-def _live(cluster: Cluster) -> None:
+def _live(cluster: Cluster, size: Size) -> None:
     """Nothing is wrong any more: the job trains, is left alone, and finishes."""
     cluster.run_until(lambda: _all_stay(cluster))
     cluster.run(6.0)  # failures of before are reported, and nodes left out because of them
@@ -71,13 +92,14 @@ def _live(cluster: Cluster) -> None:
     here = {agent.state.node_id for agent in cluster.agents if not agent.is_gone}
     committed = cluster.checkpoint
     disk = committed.node if committed is not None else ""
-    for name in (*_NAMES[:3], *([disk] if disk and disk not in _NAMES[:3] else [])):
+    wanted = size.names[: size.first]
+    for name in (*wanted, *([disk] if disk and disk not in wanted else [])):
         if name not in here:
             cluster.start(name)
     cluster.run(6.0)  # those whose leases ran out unseen are noticed
-    cluster.scale((2, 2))
+    cluster.scale(size.nps[1])
     cluster.training.goal = None if cluster.invariants.result is None else cluster.training.goal
-    cluster.run_until(lambda: cluster.invariants.result is not None or _trains(cluster), within_s=_LIVE_S)
+    cluster.run_until(lambda: cluster.invariants.result is not None or _trains(cluster, size), within_s=_LIVE_S)
     if cluster.invariants.result is None:
         number = cluster.max_group
         cluster.run(6.0)
@@ -118,6 +140,6 @@ def _all_stay(cluster: Cluster) -> bool:
     return have_places and is_nobody_leaving and len({state.node_id for state in here}) == len(here)
 
 
-def _trains(cluster: Cluster) -> bool:
+def _trains(cluster: Cluster, size: Size) -> bool:
     asked_after = cluster.spec.restart_after if cluster.spec is not None else 0  # an operator's, which may be due yet
-    return len(cluster.training_nodes) == 2 and cluster.is_begun and asked_after < cluster.max_group
+    return len(cluster.training_nodes) == size.nps[1][0] and cluster.is_begun and asked_after < cluster.max_group

@@ -134,6 +134,7 @@ class Standstill:
         here = [agent for agent in agents if agent.ranks.world is self._world]
         gone = [agent for agent in agents if agent not in here]
         if here:
-            self._cluster.transcript.note(f"train on {self._world.group.number}")
+            self._training.trained_on.add(self._world.group.number)
+        self._cluster.transcript.note(f"train on {self._world.group.number}")
         for agent in gone:
             self._world.tell_of(agent)

@@ -81,8 +81,8 @@ class World:
         self.is_begun = False
         self.made = 0
         """Steps taken by these ranks."""
-        self.reached_before = 0
-        """The highest step of the last group before that had made one."""
+        self.reached_before = (0, 0)
+        """The last group before that had made a step, and its highest one."""
         self.started_at = training.cluster.now
         self.loaded_at = self.stepped_at = 0.0
         """When they had what they begin from, and had made their first step."""
@@ -159,7 +159,7 @@ class World:
         self.step += 1
         self.made += 1
         if self.made == 1:
-            self.reached_before = self._training.reached.get(self.run, (0, 0))[1]
+            self.reached_before = self._training.reached.get(self.run, (0, 0))
         self.copy = StateId(run=self.run, group=self.group.number, step=self.step)
         self._training.history.add(self.copy, before)
         reached = self._training.reached
@@ -308,6 +308,8 @@ class Training:
         """So long without a step is suspicious; 0: nobody looks."""
         self.reached: dict[str, tuple[int, int]] = {}
         """By run: the last group that made a step, and its highest step."""
+        self.trained_on: set[int] = set()
+        """Groups whose ranks had stopped for a handoff, and then trained on: some steps are in no record."""
         self._worlds: dict[int, list[World]] = {}
 
     def step_s(self) -> float:
