@@ -135,6 +135,6 @@ class Standstill:
         gone = [agent for agent in agents if agent not in here]
         if here:
             self._training.trained_on.add(self._world.group.number)
-        self._cluster.transcript.note(f"train on {self._world.group.number}")
+            self._cluster.transcript.note(f"train on {self._world.group.number}")
         for agent in gone:
             self._world.tell_of(agent)
