@@ -25,7 +25,7 @@ from agent.roles.store import RoleKeys
 from agent.store.access import Credentials
 from agent.store.api import Compare, Delete, KeyRange, KeyValue, Put, Snapshot, Store, TransactionResult
 from agent.store.etcd import EtcdStore
-from agent.store.keys import JobKeys, encode, view_of
+from agent.store.keys import JobKeys, as_json, encode, view_of
 from agent.store.memory import MemoryStore
 from agent.store.mirror import Mirror
 
@@ -54,7 +54,7 @@ def pack(job_id: str, items: Sequence[KeyValue], at: float, exit_code: int | Non
     """Encode the records of a job that are kept. Raises `ValueError` if the job's spec is malformed."""
     specs = _specs(job_id)
     kept = tuple(
-        (item.key, _without_secret(item.value) if item.key in specs else item.value.decode(errors="replace"))
+        (item.key, _without_secret(item.value) if item.key in specs else as_json(item.value).decode(errors="replace"))
         for item in items
         if not item.lease_id
     )

@@ -2,7 +2,8 @@
 
 All keys of a job lie under `/elastic-agent/{job_id}/`. The prefix ends with a slash, so that job `a` never sees
 the keys of job `ab`. Values are JSON with a version field `v`, decoded strictly: an unknown version, an unknown
-field or a wrong type is a `RecordError` that names the key.
+field or a wrong type is a `RecordError` that names the key. Large ones are compressed (zlib): every agent reads the
+group's record, and etcd takes requests of 1.5 MB.
 
 | key | lease | record |
 |---|---|---|
@@ -23,6 +24,7 @@ field or a wrong type is a `RecordError` that names the key.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -52,6 +54,11 @@ from agent.store.api import KeyRange, KeyValue, Snapshot
 
 ROOT = "/elastic-agent/"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_LARGE_BYTES = 16 << 10
+"""Records from this size on are compressed; smaller ones can be read with etcdctl."""
+_COMPRESSED = b"\x78"
+"""With this byte zlib's format begins, and no JSON."""
+_MOST_BYTES = 64 << 20
 
 R = TypeVar("R", bound=Record)
 
@@ -172,8 +179,9 @@ class JobKeys:
 
 
 def encode(record: Record) -> bytes:
-    """A record as it is stored."""
-    return msgspec.json.encode(record)
+    """A record as it is stored: JSON, compressed if it is large, as one about a thousand nodes is."""
+    plain = msgspec.json.encode(record)
+    return plain if len(plain) < _LARGE_BYTES else zlib.compress(plain, level=1)
 
 
 def decode(item: KeyValue, kind: type[R]) -> Stored[R]:
@@ -184,12 +192,23 @@ def decode(item: KeyValue, kind: type[R]) -> Stored[R]:
 def value_of(item: KeyValue, kind: type[R], decoders: Mapping[type[Record], msgspec.json.Decoder[Record]]) -> R:
     """What a stored record says, by one of these decoders. Raises `RecordError` naming the key."""
     try:
-        return cast("R", decoders[kind].decode(item.value))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return cast("R", decoders[kind].decode(as_json(item.value)))
+    except (msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
         raise RecordError(
             f"the record at {item.key} cannot be read as version 1 of {kind.__name__}: {error}; "
             "it was written by another version of elastic-agent, or by hand"
         ) from error
+
+
+def as_json(value: bytes) -> bytes:
+    """The JSON of a stored record. Raises `zlib.error`."""
+    if value[:1] != _COMPRESSED:
+        return value
+    reader = zlib.decompressobj()
+    plain = reader.decompress(value, _MOST_BYTES)
+    if not reader.eof:
+        raise zlib.error(f"it is cut off, or larger than {_MOST_BYTES} bytes")
+    return plain
 
 
 class Views:

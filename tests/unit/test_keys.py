@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from msgspec import inspect
 from msgspec.structs import replace
@@ -121,6 +123,26 @@ def test_a_number_that_cannot_be_is_refused_by_its_key(number: str) -> None:
     raw = encode(RECORDS[3]).replace(b'"number":3', f'"number":{number}'.encode())
     with pytest.raises(RecordError, match="/elastic-agent/job/group"):
         decode(item(KEYS.group, raw), Group)
+
+
+def of_many() -> Group:
+    members = tuple(replace(NODE.member, node_id=f"node-{number}", port=1000 + number) for number in range(1000))
+    return replace(RECORDS[3], members=members)
+
+
+def test_a_large_record_is_compressed_and_a_damaged_one_is_named() -> None:
+    """Every agent reads the group's; etcd takes requests of 1.5 MB."""
+    raw = encode(of_many())
+    assert len(raw) < len(msgspec.json.encode(of_many())) / 5
+    assert decode(item(KEYS.group, raw), Group).value == of_many()
+    for damaged in (raw[:-1], raw[:500], raw[:500] + b"!" + raw[501:], b"x", b"x\x01"):
+        with pytest.raises(RecordError, match="/elastic-agent/job/group"):
+            decode(item(KEYS.group, damaged), Group)
+
+
+def test_a_record_that_would_fill_the_memory_is_refused() -> None:
+    with pytest.raises(RecordError, match="larger than 67108864 bytes"):
+        decode(item(KEYS.group, zlib.compress(b" " * (100 << 20))), Group)
 
 
 @pytest.mark.parametrize("run", ["", "../../x", "a/b", ".hidden", "a\\n"])

@@ -14,7 +14,7 @@ import pytest
 from nodes import NODE
 from reasons import FINISHED, LOST
 
-from agent.core.incident import Incident, Phases
+from agent.core.incident import Incident, IncidentMember, Phases
 from agent.core.model import Group, Result, Spec
 from agent.errors import ConfigError, StoreUnavailable
 from agent.local_etcd import known_jobs
@@ -285,6 +285,14 @@ def test_kept_records_show_the_result_and_the_incidents_and_no_secret() -> None:
         [],
     )
     assert [incident.group for incident in read_incidents(store, KEYS)] == [3]
+
+
+def test_kept_records_of_many_nodes_can_be_read() -> None:
+    """Large ones are compressed in etcd."""
+    members = tuple(IncidentMember(node_id=f"node-{number}", nproc=1) for number in range(1000))
+    incident = Incident(run="r", group=4, cause="start", reason=LOST, members=members, phases=Phases())
+    content = packed(records(Put(KEYS.incident(4), encode(incident))), 0)
+    assert read_incidents(left(content), KEYS)[-1] == incident
 
 
 @pytest.mark.parametrize(
