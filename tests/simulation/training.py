@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 _PACED_STEPS = 3
+_TOLD_BY_ONE = 16
+"""So many ranks see at most that one is gone."""
 
 
 class History:
@@ -261,8 +263,10 @@ class World:
         """The others may see that they lost this one."""
         if agent.is_host_dead:
             return
-        chance = self._cluster.random
-        for member in self.group.members:
+        chance, members = self._cluster.random, self.group.members
+        if len(members) > _TOLD_BY_ONE:  # these tell others: all of them telling all would be N squared events
+            members = tuple(chance.sample(members, _TOLD_BY_ONE))
+        for member in members:
             other = self._cluster.by_serial[member.link]
             is_told = self._cluster.network.is_open_both(agent.serial, other.serial) and chance.random() < 0.8
             if other is not agent and is_told and other.ranks.world is self:
