@@ -59,6 +59,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
         workers.stuck_at,
         workers.quiesced_until,
         workers.move_until,
+        workers.set_up_again_at,
         state.drain_until,
         state.retry_at,
         state.register_at,

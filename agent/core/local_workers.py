@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.backoff import doubled_s
 from agent.core.budget import EARLY_S, is_peer_lost, is_port_taken
 from agent.core.causes import in_short, is_between_ranks
 from agent.core.model import (
@@ -33,6 +34,9 @@ PLANNED = frozenset({"join", "scale", "drain"})
 """Causes for which the ranks were quiesced. An operator who asks for a restart wants new processes."""
 _UNPLANNED = frozenset({"lost", "failed"})
 """Causes for which the connections between ranks are broken."""
+_SET_UP_AGAIN_S = 10.0
+_SET_UP_AGAIN_MAX_S = 300.0
+"""How long after a set-up that failed it is tried again: at first, and at most. The job may wait for this node."""
 _MOVE_WITHIN_S = 10.0
 """How long workers may take to leave for the next group."""
 
@@ -77,6 +81,10 @@ class LocalWorkers:
     """They set up the script, or have done so, and are in no group yet. `group` is the one that ran at their start."""
     set_up_failure: SetUpFailed | None = None
     """How the first of them has ended in the set-up, by itself. None: none has."""
+    set_ups_failed: int = 0
+    """How many set-ups have failed in a row."""
+    set_up_again_at: float | None = None
+    """When the set-up that failed is tried again, unless the group changes before."""
     is_asked_to_end: bool = False
     is_killed: bool = False
     stuck_at: float | None = None
@@ -138,9 +146,13 @@ class LocalWorkers:
                 return replace(self, step=max(self.step, event.step))
             case ev.WorkerExited() if self.is_waiting:
                 failure = SetUpFailed(exit_code=event.exit_code, signal=event.signal, error=event.error)
-                is_first = not self.exits and not self.is_asked_to_end
+                exits = (*self.exits, event)
+                if self.exits or self.is_asked_to_end:
+                    return replace(self, exits=exits)
+                again_at = now + doubled_s(_SET_UP_AGAIN_S, self.set_ups_failed, _SET_UP_AGAIN_MAX_S)
+                failed = self.set_ups_failed + 1
                 return replace(
-                    self, exits=(*self.exits, event), set_up_failure=failure if is_first else self.set_up_failure
+                    self, exits=exits, set_up_failure=failure, set_ups_failed=failed, set_up_again_at=again_at
                 )
             case ev.WorkerExited():
                 failed_at = now if event.exit_code != 0 and not self.failures else self.failed_at
@@ -154,7 +166,8 @@ class LocalWorkers:
                 assert self.entering is not None  # noqa: S101 - workers move only when asked to
                 return replace(self.entering, started_at=event.at, before=replace(self, step=event.step).reached)
             case ev.WorkersReady() | ev.WorkersCannotMove():
-                return replace(self, can_move=isinstance(event, ev.WorkersReady))
+                is_ready = isinstance(event, ev.WorkersReady)
+                return replace(self, can_move=is_ready, set_ups_failed=0 if is_ready else self.set_ups_failed)
 
     def note_quiesced(self, event: ev.RanksQuiesced, until: float) -> LocalWorkers:
         """Note that they stopped for a handoff, and, at the first event of that handoff, until when they wait."""
@@ -209,8 +222,9 @@ def follow_group(workers: LocalWorkers, place: Place, now: float, patience: Pati
     if workers.is_alive:
         return _follow_alive(workers, place, now, patience)
     if wanted is None and place.joined is not None:
-        # A set-up that failed is tried again in another group; one that was ended by this agent, at once.
-        is_due = place.joined.number > workers.group or (workers.is_waiting and workers.set_up_failure is None)
+        # A set-up that failed is tried again after a while; one that was ended by this agent, at once.
+        is_again = workers.is_waiting and (workers.set_up_again_at is None or now >= workers.set_up_again_at)
+        is_due = place.joined.number > workers.group or is_again
         return _set_up(workers, place, place.joined, now) if is_due else (workers, ())
     if wanted is None or wanted.number <= workers.group:
         return workers, ()
@@ -233,7 +247,13 @@ def _follow_alive(workers: LocalWorkers, place: Place, now: float, patience: Pat
 
 def _set_up(workers: LocalWorkers, place: Place, joined: Group, now: float) -> Followed:
     node_rank = len(joined.members) - 1
-    started = replace(_workers_of(joined, node_rank), is_waiting=True, started_at=now, before=workers.reached)
+    started = replace(
+        _workers_of(joined, node_rank),
+        is_waiting=True,
+        started_at=now,
+        before=workers.reached,
+        set_ups_failed=workers.set_ups_failed,
+    )
     return started, (fx.SetUpWorkers(joined, node_rank, place.spec),)
 
 

@@ -120,7 +120,7 @@ class SetUpNotice:
         failure, last = state.workers.set_up_failure, self._last
         self._last = failure
         if failure is not None and failure is not last:
-            self._warn(f"{describe(failure)}: this node does not join; it tries again once the group has changed")
+            self._warn(f"{describe(failure)}: this node does not join yet; it tries again later")
 
 
 class NodeDifferences:

@@ -332,7 +332,8 @@ def test_workers_that_wait_end_with_their_agent_or_before_others_start() -> None
         assert effects == (fx.TerminateWorkers(1),)
 
 
-def test_a_set_up_that_fails_is_not_tried_again_in_the_same_group() -> None:
+def test_a_set_up_that_fails_is_tried_again_in_the_next_group_or_after_a_while() -> None:
+    """The job may wait for this node: then no other group comes."""
     failed = waiting().apply_event(exited(1, 3, "No such file"), 4.0)
     assert failed.set_up_failure == SetUpFailed(exit_code=3, signal=None, error="")
     place = Place(None, ME, SPEC, joined=JOINED, may_wait=True)
@@ -340,7 +341,12 @@ def test_a_set_up_that_fails_is_not_tried_again_in_the_same_group() -> None:
     assert effects == (fx.TerminateWorkers(1),)
     gone = ended.apply_event(ev.WorkersGone(1), 5.0)
     assert gone.set_up_failure is not None
-    assert follow_group(gone, place, 6.0, AT_ONCE) == (gone, ())
+    assert follow_group(gone, place, 13.9, AT_ONCE) == (gone, ())
+    again, effects = follow_group(gone, place, 14.0, AT_ONCE)
+    assert [type(effect) for effect in effects] == [fx.SetUpWorkers]
+    failed = again.apply_event(exited(1, 3, "No such file"), 20.0)
+    assert failed.set_up_again_at == 40.0
+    assert replace(again, is_waiting=True).apply_event(ev.WorkersReady(1), 21.0).set_ups_failed == 0
     next_place = replace(place, joined=msgspec.structs.replace(JOINED, number=2))
     again, effects = follow_group(gone, next_place, 7.0, AT_ONCE)
     assert [type(effect) for effect in effects] == [fx.SetUpWorkers]

@@ -156,7 +156,7 @@ def test_a_set_up_that_fails_is_reported_once() -> None:
     again = replace(failed, set_up_failure=SetUpFailed(exit_code=None, signal=9, error=""))
     for workers in (LocalWorkers(), failed, failed, LocalWorkers(), again):
         notice.update(replace(waiting_state(), workers=workers))
-    does_not_join = "this node does not join; it tries again once the group has changed"
+    does_not_join = "this node does not join yet; it tries again later"
     assert printed == [
         f"the set-up of the script ended with code 3: {does_not_join}",
         f"the set-up of the script ended with signal 9: {does_not_join}",
