@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks import guard, losing, machine, meeting, micro, ps_faults, ps_wire, smoke, tables, turns
+from benchmarks import guard, losing, machine, meeting, micro, ps_faults, ps_wire, smoke, staying, tables, turns
 from benchmarks.jobs import NotStartedError
 from benchmarks.launchers import LAUNCHERS, Launcher
 from benchmarks.recovery import Plan, Recovery, Sample
@@ -101,6 +101,8 @@ def _build_parser() -> argparse.ArgumentParser:
     part.set_defaults(word="meet", measure=_measure_meeting)
     _add_common(part)
     part.add_argument("--agents", type=_numbers, default=[8, 32, 64, 128, 256])
+    part.add_argument("--rest_s", type=float, default=10.0, help="how long they rest once they have met [10]")
+    part.add_argument("--outage_s", type=float, default=0.0, help="then etcd is frozen for so long [not]")
     part.add_argument("--torch_agents", type=_numbers, default=[8, 32, 64, 128])
     part.add_argument("--runs", type=int, default=3)
     part = parts.add_parser("turns", help="what an event costs the agent that leads, by the number of nodes")
@@ -287,10 +289,12 @@ def _measure_storing(asked: argparse.Namespace) -> list[Path]:
 
 def _measure_meeting(asked: argparse.Namespace) -> list[Path]:
     described = machine.describe()
-    found = meeting.measure(asked.agents, asked.torch_agents, asked.runs)
-    written = _write(asked.out / "meet.json", described, meetings=found)
+    found, stays = meeting.measure(asked.agents, asked.torch_agents, asked.runs, asked.rest_s, asked.outage_s)
+    written = [_write(asked.out / "meet.json", described, meetings=found)]
+    written.append(_write(asked.out / "stay.json", described, stays=map(asdict, stays)))
     _show(asked.out / "meet.md", "meeting", meeting.HEADINGS, meeting.rows(found), described)
-    return [written]
+    _show(asked.out / "stay.md", "agents that have met", staying.HEADINGS, staying.rows(stays), described)
+    return written
 
 
 def _measure_turns(asked: argparse.Namespace) -> list[Path]:

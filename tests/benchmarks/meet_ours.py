@@ -77,19 +77,21 @@ class MeetingAgent:
             self.group = effect.group.number
             self.started_at = time.time()
             self.has_group.set()
+        elif isinstance(effect, fx.TerminateWorkers | fx.KillWorkers):
+            self._inbox.put(ev.WorkersGone(effect.group))
         elif isinstance(effect, fx.StoreEffect):
             self._client.do(effect)
 
 
 def config_of(endpoint: str, job_id: str, number: int, count: int) -> AgentConfig:
-    """Of one of `count` agents that form one group."""
+    """Of one of `count` agents that form one group, which can lose half of them."""
     nowhere = Path("/nonexistent")
     return AgentConfig(
         endpoints=(endpoint,),
         store_timeout_s=_WITHIN_S,
-        job=JobConfig(job_id, count, count),
+        job=JobConfig(job_id, max(1, count // 2), count),
         node=NodeConfig(f"node-{number}", is_node_id_chosen=True, address=_ADDRESS, ips=(_ADDRESS,), nproc=1),
-        timing=TimingConfig(_DETECT_WITHIN_S, TimingOverrides(settle_s=1.0)),
+        timing=TimingConfig(_DETECT_WITHIN_S, TimingOverrides(settle_s=_WITHIN_S)),
         workers=WorkerConfig(("none",), nowhere, nowhere, max_restarts=0),
     )
 

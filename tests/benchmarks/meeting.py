@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from benchmarks.nodes import free_port
+from benchmarks.staying import Stay, Watcher
 
 from agent.local_etcd.embedded import EmbeddedEtcd
 
@@ -28,7 +29,9 @@ _HERE = Path(__file__).resolve().parent
 _CROWD = 16
 """Agents of one process."""
 
-HEADINGS = ("agents", "launcher", "n", "median s", "worst s", "median CPU s")
+HEADINGS = ("agents", "launcher", "n", "median s", "worst s", "median CPU s", "an agent, ms")
+Then = Callable[[str, Sequence[int]], None]
+"""Called while all are there, with the job's id and the processes that play them."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +47,31 @@ class Meeting:
     """Of all agents; their store's is not in it."""
 
 
-def measure(agents: Sequence[int], torch_agents: Sequence[int], runs: int) -> list[Meeting]:
-    """In turns; each on a store of its own."""
-    found = []
+def measure(
+    agents: Sequence[int], torch_agents: Sequence[int], runs: int, rest_s: float, outage_s: float
+) -> tuple[list[Meeting], list[Stay]]:
+    """In turns; each on a store of its own. After they have met, `staying.py` watches the agents."""
+    found: list[Meeting] = []
+    stays: list[Stay] = []
     for run in range(runs):
         for count in sorted({*agents, *torch_agents}):
             if count in agents:
                 with EmbeddedEtcd(port=0) as etcd:
-                    found.append(Meeting("elastic-agent", count, run, *meet("meet_ours.py", etcd.endpoint, count)))
+                    found.append(Meeting("bare client", count, run, *meet("meet_bare.py", etcd.endpoint, count)))
+                with EmbeddedEtcd(port=0) as etcd:
+
+                    def then(job_id: str, pids: Sequence[int], etcd: EmbeddedEtcd = etcd, count: int = count) -> None:
+                        stays.append(Watcher(etcd, job_id, pids, count, rest_s).watch(outage_s))
+
+                    met = meet("meet_ours.py", etcd.endpoint, count, then)
+                    found.append(Meeting("elastic-agent", count, run, *met))
             if count in torch_agents:
                 endpoint = f"127.0.0.1:{free_port()}"
                 found.append(Meeting("torch", count, run, *meet("meet_torch.py", endpoint, count)))
-    return found
+    return found, stays
 
 
-def meet(program: str, endpoint: str, count: int) -> tuple[float, float]:
+def meet(program: str, endpoint: str, count: int, then: Then | None = None) -> tuple[float, float]:
     """Seconds until all know the group, and processor seconds. Raises `RuntimeError` if they do not all meet."""
     job_id = f"meet-{secrets.token_hex(4)}"
     crowds = math.ceil(count / _CROWD)
@@ -80,6 +93,8 @@ def meet(program: str, endpoint: str, count: int) -> tuple[float, float]:
             child.stdin.write("go\n")
             child.stdin.flush()
         answers = [[float(part) for part in _answer(child, errors).split()] for child in children]
+        if then is not None:
+            then(job_id, [child.pid for child in children])
         return max(when for when, _ in answers) - at, sum(cpu_s for _, cpu_s in answers)
 
 
@@ -100,5 +115,6 @@ def rows(found: Sequence[Meeting]) -> list[tuple[str, ...]]:
         seconds = [each.seconds for each in tries]
         cpu_s = statistics.median(each.cpu_s for each in tries)
         times = (statistics.median(seconds), max(seconds), cpu_s)
-        cells.append((str(agents), launcher, str(len(tries)), *(f"{value:.2f}" for value in times)))
+        numbers = (*(f"{value:.2f}" for value in times), f"{1e3 * cpu_s / agents:.1f}")
+        cells.append((str(agents), launcher, str(len(tries)), *numbers))
     return cells

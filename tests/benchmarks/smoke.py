@@ -31,7 +31,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     ),
     "lost": (_OUT, "--cases=1:0.02,1:0.02:sharded,20:0.02:sharded:node", "--calm_s=0.5", "--runs=1"),
     "store": (_OUT, "--sizes_mb=1", "--runs=1"),
-    "meet": (_OUT, "--agents=4", "--torch_agents=4", "--runs=1"),
+    "meet": (_OUT, "--agents=4", "--torch_agents=4", "--runs=1", "--rest_s=1", "--outage_s=1"),
     "turns": (_OUT, "--nodes=20", "--runs=3"),
     "ps": (
         *(_OUT, "--quick", "--sizes_kb=1", "--dims=16", "--runs=50"),
