@@ -80,6 +80,13 @@ class Milestones:
         """Note that the process is in a process group; only the first call counts."""
         self.joined = self.joined or boot_time()
 
+    def note_joined_after_set_up(self, began: float) -> None:
+        """Note that the process has joined only now, since it set up alone until `began`, in seconds since boot.
+
+        The agent expects the set-up after the joining, so the two are told in that order: each takes as long as it did.
+        """
+        self.joined = self.entered + boot_time() - began
+
     def note_set_up(self) -> None:
         """Note that the script has set up; the last call counts."""
         self.note_joined()

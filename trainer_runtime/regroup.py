@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_runtime import contract
-from trainer_runtime.agent_channel import milestones
+from trainer_runtime.agent_channel import boot_time, milestones
 from trainer_runtime.agreement import are_same_on_all_ranks, digest_of_learning_rates, digest_of_parameters
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.connections import connections
@@ -96,7 +96,9 @@ class Regrouping:
             assert move is not None  # noqa: S101 - it waits for ever
             self.enter(move)
         else:
+            began = boot_time()
             enter_group({}, self._contents.of_type(Optimizer), on_left=lambda: None)
+            milestones.note_joined_after_set_up(began)
 
     def enter(self, move: Move) -> None:
         """Leave the present group, and enter the one that the agent has named.

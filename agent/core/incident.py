@@ -43,7 +43,7 @@ class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     start_s: Seconds | None = None
     """Until the new processes were started and had imported `trainer_runtime`."""
     join_s: Seconds | None = None
-    """Until all ranks had joined a process group."""
+    """Until all ranks had joined a process group, without the time in which they waited there for one to set up."""
     set_up_s: Seconds | None = None
     """Until their scripts had set up: until they asked for the restore point."""
     load_s: Seconds | None = None

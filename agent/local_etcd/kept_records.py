@@ -92,6 +92,7 @@ class KeptStore(MemoryStore):
         super().__init__()
         self.log_dir = log_dir
         self._job_id = job_id
+        self._how_to_continue = how_to_continue
         ended: list[Put] | None = None
         with suppress(msgspec.MsgspecError, ValueError, RecordError):
             records = msgspec.json.decode(content, type=KeptRecords)
@@ -107,7 +108,9 @@ class KeptStore(MemoryStore):
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
         """Raise `ConfigError`: the records cannot be changed."""
         del compares, writes
-        raise ConfigError(f"job {self._job_id!r} has ended, and its etcd with it: there is nothing to change")
+        raise ConfigError(
+            f"job {self._job_id!r} has ended, and its etcd with it: there is nothing to change; {self._how_to_continue}"
+        )
 
     def _result_of(self, records: KeptRecords, how_to_continue: str) -> list[Put] | None:
         """Return a result to add, if the job has none although its agent has ended. None: the job had not begun."""

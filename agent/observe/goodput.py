@@ -179,7 +179,15 @@ def goodput(totals: Totals, began_at: float, now: float) -> float:
     return min(1.0, max(0.0, 1.0 - totals.downtime_s / whole_s))
 
 
-def summary(totals: Totals, began_at: float, now: float, *, has_failed: bool = False, commits: bool = True) -> str:
+def summary(
+    totals: Totals,
+    began_at: float,
+    now: float,
+    *,
+    has_failed: bool = False,
+    commits: bool = True,
+    resumed_after: int = 0,
+) -> str:
     """`3 incidents cost 14.2 s; goodput 97.1 %; 12 replayed steps`.
 
     Args:
@@ -188,7 +196,10 @@ def summary(totals: Totals, began_at: float, now: float, *, has_failed: bool = F
         now: when the job ended, on the same clock.
         has_failed: the job failed. The totals do not include what the last group lost, so goodput is not known.
         commits: the script commits steps. Otherwise the number of replayed steps is not known.
+        resumed_after: the step after which a run without incidents began. What was before is in no record of it.
     """
+    if totals.incidents == 0 and resumed_after:
+        return f"no incidents {'' if not has_failed else 'before that '}since it resumed after step {resumed_after}"
     if totals.incidents == 0:
         return "no incidents before that" if has_failed else "no incidents; goodput 100.0 %"
     parts = [f"{count(totals.incidents, 'incident')} {'before that ' if has_failed else ''}cost"]

@@ -264,8 +264,9 @@ def _phases(before: Phases, reports: Sequence[TransitionReport]) -> Phases:
     if any(None in each for each in times):
         return msgspec.structs.replace(before, stop_s=stopped)
     ends = [stopped]
-    for each in times:
-        ends.append(max(ends[-1], *each))
+    for name, each in zip(names, times, strict=True):
+        # All join at one moment. Whose node tells an earlier one has set up before, while the others waited for it.
+        ends.append(max(ends[-1], min(each) if name == "joined_s" else max(each)))
     start, join, set_up, load, first_step = (end - begin for begin, end in pairwise(ends))
     return msgspec.structs.replace(
         before, stop_s=stopped, start_s=start, join_s=join, set_up_s=set_up, load_s=load, first_step_s=first_step
@@ -282,6 +283,7 @@ def sum_up(result: Result, last: Incident | None, view: ClusterView) -> Result:
         result.at,
         has_failed=result.state == "failed",
         commits=_has_committed(view),
+        resumed_after=last.step if last.is_first_start else 0,
     )
     return msgspec.structs.replace(result, summary=text)
 

@@ -155,7 +155,7 @@ def _what_happened(incident: Incident) -> list[str]:
 def _lost_connections(ended: Sequence[WorkerEnd]) -> list[str]:
     """Name the workers that failed because their connection to another rank broke."""
     failed = [
-        f"rank {each.failure.rank} on {each.node_id} ({duration(each.after_s)} later: its connection broke)"
+        f"rank {each.failure.rank} on {each.node_id} ({_when(each.after_s)}: its connection broke)"
         for each in ended
         if each.failure.is_peer_lost
     ]
@@ -177,7 +177,12 @@ def _possible_first(ended: WorkerEnd) -> str:
 
 def _later_failure(ended: WorkerEnd) -> str:
     what = _capitalized(how_it_ended(ended.node_id, ended.failure))
-    return f"{what}, {duration(ended.after_s)} later.{_quoted_output(ended)}"
+    return f"{what}, {_when(ended.after_s)}.{_quoted_output(ended)}"
+
+
+def _when(after_s: float) -> str:
+    """When a worker ended, counted from the first failure; whose broken connection was seen first may be earlier."""
+    return f"{duration(abs(after_s))} {'later' if after_s >= 0.0 else 'earlier'}"
 
 
 def _quoted_output(ended: WorkerEnd) -> str:
@@ -226,6 +231,8 @@ def _where_it_resumed(incident: Incident) -> str:
     resumed = f"Training resumed after step {incident.step}" if incident.step else "Training began at the start"
     if incident.is_at_least:
         return f"{resumed}; {REPLAY_NOT_KNOWN}."
+    if incident.is_first_start and incident.step:
+        return f"{resumed}; what happened before is in no record of this run."
     if incident.reached is None:
         return f"{resumed}."
     if not incident.replayed_steps:

@@ -8,6 +8,7 @@ from agent.core.model import Group, Result
 from agent.core.reasons import Requested
 from agent.core.view import ClusterView
 from agent.errors import ConfigError, NotInTime
+from agent.local_etcd.kept_records import KeptStore
 from agent.observe.messages import describe
 from agent.observe.quantities import count
 from agent.operate import roles
@@ -111,6 +112,8 @@ def reset_job(target: Target, *, is_agreed: bool, as_json: bool) -> int:
     with open_job(target, only_live=False, may_have_servers=True) as (store, keys):
         if read_roles(store, keys).spec is not None:
             return roles.reset(store, keys, is_agreed=is_agreed, as_json=as_json)
+        if isinstance(store, KeptStore):
+            store.transact([], [])  # says why not, before anything is asked
         how = _how_it_ended(read_view(store, keys), keys)
         question = f"Job {keys.job_id} {how}. Reset it, so that its next agents begin a new run?"
         confirm(question, is_agreed=is_agreed)

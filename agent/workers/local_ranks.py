@@ -120,8 +120,10 @@ class LocalRanks:
         self.has_started = True
         latest = {
             name: max(getattr(started, name) for started in reports)
-            for name in ("entered", "joined", "set_up", "loaded", "stepped", "step")
+            for name in ("entered", "set_up", "loaded", "stepped", "step")
         }
+        # They join at one moment. Who tells an earlier one has set up before, while the others waited for it there.
+        latest["joined"] = max(latest["entered"], min(each.joined for each in reports if each is not None))
         can_move = all(channel.can_move for channel in self.channels)
         return RanksStarted(group=self.group, can_move=can_move, **latest)
 

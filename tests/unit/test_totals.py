@@ -63,6 +63,11 @@ def test_what_nobody_could_count_is_at_least() -> None:
     assert summary(counted, 0.0, 10.0).endswith(f"; at least 3 replayed steps, {why}")
 
 
+def test_a_run_that_resumed_claims_nothing_of_what_was_before() -> None:
+    """After all agents with an etcd of their own have ended, the next ones begin another run at its checkpoint."""
+    assert summary(Totals(), 0.0, 50.0, resumed_after=350) == "no incidents since it resumed after step 350"
+
+
 def test_a_failed_job_has_no_goodput() -> None:
     """What its last group lost is counted nowhere."""
     assert summary(Totals(), 0.0, 50.0, has_failed=True) == "no incidents before that"
