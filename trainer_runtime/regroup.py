@@ -175,7 +175,10 @@ class Regrouping:
 
     def has_lost_peers(self, sources: Sources) -> bool:
         """Return whether an error may come from the end of the group, and this process can enter the next one."""
-        return bool(self._can_move) and sources.can_move and (self.is_over or connections.are_broken())
+        if not (self._can_move and sources.can_move and (self.is_over or connections.are_broken())):
+            return False
+        self.report(sources)  # perhaps the script has made a process group of its own since the last time
+        return bool(self._can_move)
 
     def await_place(self, held: Exception | None) -> Move:
         """Wait until the agent sends this process, whose group is broken, into the next one.

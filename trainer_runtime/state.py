@@ -239,7 +239,7 @@ class State:
             self._sources.begin_body()
             self._call_regroup_hooks()
         if not (is_first or self._has_restored):
-            warn("no state was saved before the failure, so that training begins anew, in another process")
+            warn("nothing is left to resume from, so that training begins anew, in another process")
             raise SystemExit(contract.EXIT_RESTART)
         self._expect_steps()
         if is_first:
@@ -314,7 +314,8 @@ class State:
             try:
                 return train()
             except GroupOverError:
-                pass
+                if not self._regroup.has_lost_peers(self._sources):
+                    raise SystemExit(contract.EXIT_RESTART) from None
             except Exception as error:
                 if not self._regroup.has_lost_peers(self._sources):
                     raise

@@ -32,10 +32,25 @@ class _Wrapping:
     named: dict[str, Any]
     attributes: frozenset[str]
     """What `__init__` has set. Everything else was added by the script."""
+    flags: tuple[bool, ...]
+    """Whether each parameter was to be trained."""
 
 
 _wrapped: WeakKeyDictionary[DistributedDataParallel, _Wrapping] = WeakKeyDictionary()
 """The modules that are wrapped, in the order in which they were."""
+
+
+def _flags(module: nn.Module) -> tuple[bool, ...]:
+    """Whether each parameter is to be trained."""
+    return tuple(parameter.requires_grad for parameter in module.parameters())
+
+
+def _set_flags(module: nn.Module, flags: tuple[bool, ...]) -> None:
+    """Set that, unless the module has other parameters than it had then."""
+    parameters = list(module.parameters())
+    if len(parameters) == len(flags):
+        for parameter, flag in zip(parameters, flags, strict=True):
+            parameter.requires_grad_(flag)
 
 
 @functools.cache
@@ -47,7 +62,7 @@ def record_wrapping() -> None:
     def wrap_and_record(self: DistributedDataParallel, module: nn.Module, *given: Any, **named: Any) -> None:  # noqa: ANN401
         wrap(self, module, *given, **named)
         attributes = _wrapped[self].attributes if self in _wrapped else frozenset(vars(self))
-        _wrapped[self] = _Wrapping(given, named, attributes)
+        _wrapped[self] = _Wrapping(given, named, attributes, _flags(module))
 
     DistributedDataParallel.__init__ = wrap_and_record  # type: ignore[method-assign]
 
@@ -74,8 +89,13 @@ def wrap_again(module: DistributedDataParallel) -> None:
     kept = {name: value for name, value in vars(module).items() if name in _HOOKS or name not in wrapping.attributes}
     registers = {name: dict(vars(module)[name]) for name in _REGISTERS}
     transient = set(module._non_persistent_buffers_set)  # noqa: SLF001 - torch's own module keeps it there
-    is_training = module.training
-    DistributedDataParallel.__init__(module, module.module, *wrapping.positional, **wrapping.named)
+    is_training, frozen = module.training, _flags(module.module)
+    # What the script has frozen since is averaged again once it trains: as it is without a move.
+    _set_flags(module.module, wrapping.flags)
+    try:
+        DistributedDataParallel.__init__(module, module.module, *wrapping.positional, **wrapping.named)
+    finally:
+        _set_flags(module.module, frozen)
     vars(module).update(kept)
     for name, register in registers.items():
         vars(module)[name].update(register)

@@ -134,7 +134,7 @@ def _leave_ended_job(state: AgentState, result: Result) -> Leaving:
         summary=result.summary,
         was_over=state.workers.group == 0 and state.registered is None,
     )
-    return Leaving(result.exit_code, over, is_hurried=not result.succeeded)
+    return Leaving(result.exit_code, over, is_hurried=result.state == "failed")
 
 
 def _on_answered(state: AgentState, answer: ev.WriteAnswered, now: float) -> AgentState:

@@ -116,7 +116,8 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
     group = view.group.value if view.group is not None else None
     result = view.result.value if view.result is not None else None
     committed = view.checkpoint.value if view.checkpoint is not None else None
-    if result is not None and result.is_reset:
+    is_reset = result is not None and result.is_reset
+    if result is not None and is_reset:
         state: State = "waiting"
         reason = f"{describe(result.reason)}; its next agents begin a new run"
         result = None
@@ -141,7 +142,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         leader=view.leader.value.node_id if view.leader is not None else None,
         handoff=_handoff_reason(view) if state == "training" else "",
         paused_by=view.spec.value.paused_by,
-        stopped_by=view.spec.value.stopped_by,
+        stopped_by="" if is_reset else view.spec.value.stopped_by,
         excluded=list(view.spec.value.excluded),
         stalls=_stalls(view) if state == "training" else [],
         slow=[each.sentence for each in stragglers(view)] if state == "training" else [],

@@ -30,7 +30,8 @@ GLOBAL_BATCH = 24
 STEPS_PER_EPOCH = 5
 MISDEED = os.environ.get("MISDEED", "")
 """What a rank does wrong: `raise`, `sleep` or `stop` once, `catch` each RuntimeError, or `rate`: follow a learning rate
-that depends on the world in which it has set up."""
+that depends on the world in which it has set up. `freeze`: the first layer is trained from epoch `THAWS_AT` on."""
+THAWS_AT = 20
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -89,7 +90,8 @@ def main() -> None:
     set_up(directory, setup_s)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
-    model = DistributedDataParallel(net, bucket_cap_mb=0.001)  # several buckets
+    is_thawing = MISDEED == "freeze"
+    model = DistributedDataParallel(net, bucket_cap_mb=0.001, find_unused_parameters=is_thawing)  # several buckets
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = make_schedule(opt)
     loader = tr.DataLoader(Samples(), global_batch=GLOBAL_BATCH, num_workers=2, persistent_workers=True)
@@ -101,7 +103,8 @@ def main() -> None:
         places.append((rank, world_size))
 
     def train() -> None:
-        for _ in state.epochs(epochs):
+        for epoch in state.epochs(epochs):
+            net[0].requires_grad_(not is_thawing or epoch >= THAWS_AT)
             for points, classes in state.steps(loader):
                 group, step = state.group, state.step + 1
                 try:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import some
 from integration.conftest import PATIENCE_S, Job
-from integration.moving_job import SAMPLES, STEPS_PER_EPOCH
+from integration.moving_job import SAMPLES, STEPS_PER_EPOCH, THAWS_AT
 
 from agent.rehearse.cluster import read_trace, wait_for
 
@@ -141,6 +141,28 @@ def test_ranks_that_lose_another_keep_their_processes(
     assert {name: pid_of(running, name) for name in stayers} == stayers
     running.finish()
     assert_result(running, undisturbed(running.epochs))
+
+
+def test_what_is_frozen_as_ranks_move_is_averaged_again_once_it_trains(job: Make, tmp_path: Path, etcd: Any) -> None:  # noqa: ANN401
+    """DistributedDataParallel looks at what is to be trained when it is made, and it is made again in each group."""
+    with Job(tmp_path, etcd.endpoint, tmp_path.name) as alone:
+        alone.epochs, alone.environ["MISDEED"] = 2 * THAWS_AT, "freeze"
+        alone.start("a", "1", command(alone))
+        alone.finish()
+        weights = dict(torch.load(alone.weights))
+    running = job()
+    running.epochs, running.environ["MISDEED"] = 2 * THAWS_AT, "freeze"
+    for name in ("a", "b", "c"):
+        running.start(name, "1:3", command(running))
+    group = running.wait_for_step(3, world=3)
+    pids = {name: pid_of(running, name) for name in ("a", "b", "c")}
+    running.scale("2")
+    running.wait_for_step(1, after_group=group, world=2)
+    assert read_trace(running.trace)[-1].step < STEPS_PER_EPOCH * THAWS_AT, "it was frozen then"
+    stayers = [name for name in pids if running.nodes[name].workers()]
+    assert {name: pid_of(running, name) for name in stayers} == {name: pids[name] for name in stayers}
+    running.finish()
+    assert_result(running, weights)
 
 
 @pytest.mark.parametrize("misdeed", some(["sleep"], of=["sleep", "stop"]))

@@ -181,8 +181,8 @@ def test_a_day_of_an_operator(three: Job) -> None:
     assert "No longer in the group: b." in told, told
     steps = [line.step for line in read_trace(three.trace)]
     assert len(set(steps)) == len(steps), "no step is done twice"
-    # The example prints a step after its commit, and the last commit before a change does not return.
-    assert steps[-1] - len(steps) == len(incidents) - 1, "no step is left out"
+    # The example prints a step after its commit, and the last commit before the restart did not return.
+    assert steps[-1] - len(steps) == 1, "no step is left out"
     assert ask(three, "reset", "-y").code == 0
 
 
@@ -226,20 +226,23 @@ def stop(job: Job) -> None:
     assert [job.nodes[name].wait(PATIENCE_S) for name in "ac"] == [0, 0]
     status = job.status()
     assert (status["state"], status["exit_code"], status["stopped_by"] != "") == ("stopped", 0, True)
+    kept = sorted(path.name for path in (job.directory / "checkpoints").rglob("*-g*-s*") if path.is_dir())
+    assert kept, "what it has saved can be found without etcd's record of it"
+    assert not any(name.startswith(".") for name in kept), kept
 
 
 @pytest.mark.long("integration/test_incidents.py")
 def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     """A rank is killed: the table and the explanation name the rank, the node and the signal."""
-    three.nodes["b"].kill_worker()
-    wait_for_group(three, 2)
     status = wait_for_members(three, *"abc")
     rank = next(node.ranks[0] for node in status.nodes if node.node_id == "b")
     killed = f"rank {rank} on b was killed by SIGKILL"
-    assert f": {killed}" in status.incident
+    three.nodes["b"].kill_worker()
+    wait_for_group(three, 3)  # the others go on, and its node comes back
+    wait_for_members(three, *"abc")
     table = ask(three, "history").out
     assert killed in table
-    sentences = ask(three, "explain").out
+    sentences = ask(three, "explain", "2").out
     assert f"\nFirst failure: {killed}.\n" in sentences
     assert "\nIt took " in sentences
     line = f"elastic-agent[{status.leader}] group 2 after "

@@ -144,6 +144,17 @@ def test_a_module_is_wrapped_again_with_its_arguments_hooks_and_mode() -> None:
     assert torch.equal(weight.grad, torch.ones(1, 2))
 
 
+@pytest.mark.usefixtures("world")
+def test_a_module_whose_parameters_are_frozen_is_wrapped_as_it_was() -> None:
+    module = DistributedDataParallel(nn.Linear(2, 1))
+    module.requires_grad_(False)
+    enter_group({}, [], lambda: None)
+    assert [each.requires_grad for each in module.parameters()] == [False, False]
+    module.requires_grad_(True)
+    module(torch.ones(1, 2)).sum().backward()
+    assert module.module.weight.grad is not None
+
+
 class Headed(DistributedDataParallel):
     """A wrapper with a part of its own."""
 

@@ -211,8 +211,8 @@ def test_a_job_that_was_stopped_is_neither_a_success_nor_a_failure() -> None:
 def test_a_job_that_was_reset_waits_for_agents_and_has_not_failed() -> None:
     by = Requested(what="reset", by="ann")
     result = Result(run="r", group=4, succeeded=False, exit_code=1, reason=by, is_reset=True)
-    status = job_status("job", replace(TRAINING, nodes=(), result=Stored(result, 16, 16)))
-    assert (status.state, status.exit_code) == ("waiting", None)
+    status = job_status("job", replace(asked(stopped_by="bob"), nodes=(), result=Stored(result, 16, 16)))
+    assert (status.state, status.exit_code, status.stopped_by) == ("waiting", None, "")
     assert status.reason == "reset by ann; its next agents begin a new run"
 
 
