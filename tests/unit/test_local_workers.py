@@ -336,6 +336,8 @@ def test_a_set_up_that_fails_is_tried_again_in_the_next_group_or_after_a_while()
     """The job may wait for this node: then no other group comes."""
     failed = waiting().apply_event(exited(1, 3, "No such file"), 4.0)
     assert failed.set_up_failure == SetUpFailed(exit_code=3, signal=None, error="")
+    both = failed.apply_event(exited(0, 9, ""), 5.0)
+    assert (both.set_up_failure, both.set_ups_failed) == (failed.set_up_failure, 1), "the first one is the cause"
     place = Place(None, ME, SPEC, joined=JOINED, may_wait=True)
     ended, effects = follow_group(failed, place, 4.0, replace(AT_ONCE, grace_s=5.0))
     assert effects == (fx.TerminateWorkers(1),)
