@@ -290,11 +290,10 @@ def _measure_storing(asked: argparse.Namespace) -> list[Path]:
 def _measure_meeting(asked: argparse.Namespace) -> list[Path]:
     described = machine.describe()
     found, stays = meeting.measure(asked.agents, asked.torch_agents, asked.runs, asked.rest_s, asked.outage_s)
-    written = [_write(asked.out / "meet.json", described, meetings=found)]
-    written.append(_write(asked.out / "stay.json", described, stays=map(asdict, stays)))
+    written = _write(asked.out / "meet.json", described, meetings=found, stays=map(asdict, stays))
     _show(asked.out / "meet.md", "meeting", meeting.HEADINGS, meeting.rows(found), described)
     _show(asked.out / "stay.md", "agents that have met", staying.HEADINGS, staying.rows(stays), described)
-    return written
+    return [written]
 
 
 def _measure_turns(asked: argparse.Namespace) -> list[Path]:
