@@ -81,9 +81,13 @@ class Milestones:
         self.joined = self.joined or boot_time()
 
     def note_joined_after_set_up(self, began: float) -> None:
-        """Note that the process has joined only now, since it set up alone until `began`, in seconds since boot.
+        """Note that the process has joined a process group only now, after it had set up the script alone.
 
-        The agent expects the set-up after the joining, so the two are told in that order: each takes as long as it did.
+        The agent expects a process to join first and to set up then. So the reported times are those of a process that
+        took as long for each, in that order.
+
+        Args:
+            began: when it began to join, in seconds since boot.
         """
         self.joined = self.entered + boot_time() - began
 

@@ -2,8 +2,8 @@
 
 The part of a snapshot that only one rank has, for instance its random states, would be lost with its node. Therefore
 each agent sends the parts of its ranks to the agents that it is linked with as soon as the parts are made, and stores
-the parts that those send. A part that does not arrive cannot be resumed from;
-an older snapshot can, until its memory is used again.
+the parts that those send. A snapshot of which a part has not arrived cannot be resumed from. An older one can, until
+its memory is used again.
 
 A part is sent as one frame on the link and proven as a whole, because it becomes part of the training state. The next
 one is sent after the neighbour has stored the last, so that a heartbeat waits for at most one part. A neighbour that

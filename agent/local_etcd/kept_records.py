@@ -54,7 +54,7 @@ def pack(job_id: str, items: Sequence[KeyValue], at: float, exit_code: int | Non
     """Encode the records of a job that are kept. Raises `ValueError` if the job's spec is malformed."""
     specs = _specs(job_id)
     kept = tuple(
-        (item.key, _without_secret(item.value) if item.key in specs else as_json(item.value).decode(errors="replace"))
+        (item.key, _without_secret(item.value) if item.key in specs else _text(item.value))
         for item in items
         if not item.lease_id
     )
@@ -68,6 +68,13 @@ def has_begun(job_id: str, items: Iterable[KeyValue]) -> bool:
 
 def _specs(job_id: str) -> set[str]:
     return {JobKeys(job_id).spec, RoleKeys(job_id).spec}
+
+
+def _text(value: bytes) -> str:
+    """Return the text of a record; of a damaged one, what can be read."""
+    with suppress(ValueError):
+        value = as_json(value)
+    return value.decode(errors="replace")
 
 
 def _without_secret(value: bytes) -> str:

@@ -230,7 +230,7 @@ def _lines(status: JobStatus) -> list[Text]:
     because = f"cause of this group: {status.cause}" if status.cause else ""
     is_stopping = status.stopped_by and status.exit_code is None
     lines = (
-        f"{sizes}  restarts without progress before it {status.restarts}",
+        f"{sizes}  restarts without progress before this group {status.restarts}",
         status.incident or because,
         *status.slow,
         f"a step takes {duration(status.step_s)}" if status.step_s else "",

@@ -193,7 +193,7 @@ def value_of(item: KeyValue, kind: type[R], decoders: Mapping[type[Record], msgs
     """What a stored record says, by one of these decoders. Raises `RecordError` naming the key."""
     try:
         return cast("R", decoders[kind].decode(as_json(item.value)))
-    except (msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise RecordError(
             f"the record at {item.key} cannot be read as version 1 of {kind.__name__}: {error}; "
             "it was written by another version of elastic-agent, or by hand"
@@ -201,13 +201,16 @@ def value_of(item: KeyValue, kind: type[R], decoders: Mapping[type[Record], msgs
 
 
 def as_json(value: bytes) -> bytes:
-    """The JSON of a stored record. Raises `zlib.error`."""
+    """Return the JSON of a stored record. Raises `ValueError` if it was compressed, and is damaged or too large."""
     if value[:1] != _COMPRESSED:
         return value
     reader = zlib.decompressobj()
-    plain = reader.decompress(value, _MOST_BYTES)
+    try:
+        plain = reader.decompress(value, _MOST_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
     if not reader.eof:
-        raise zlib.error(f"it is cut off, or larger than {_MOST_BYTES} bytes")
+        raise ValueError(f"it is cut off, or larger than {_MOST_BYTES} bytes")
     return plain
 
 

@@ -75,7 +75,10 @@ class Watcher:
         self._rest_s = rest_s
 
     def watch(self, outage_s: float) -> Stay:
-        """Let them rest, lose three, and then their etcd for so long; 0: not."""
+        """Measure them at rest, as three members are lost, and after etcd was frozen.
+
+        `outage_s`: for how many seconds it is frozen. 0: it is not.
+        """
         stay = Stay(self._agents)
         self._rest(stay)
         for _ in range(_LOSSES):

@@ -293,6 +293,7 @@ def test_kept_records_of_many_nodes_can_be_read() -> None:
     incident = Incident(run="r", group=4, cause="start", reason=LOST, members=members, phases=Phases())
     content = packed(records(Put(KEYS.incident(4), encode(incident))), 0)
     assert read_incidents(left(content), KEYS)[-1] == incident
+    assert packed(records(Put(KEYS.incident(4), encode(incident)[:100])), 0), "a damaged one is kept as it is"
 
 
 @pytest.mark.parametrize(
