@@ -203,7 +203,8 @@ class AgentChannel:
         The report is dropped if the agent has exited, or if the socket's buffer is full.
         """
         with suppress(OSError):
-            self._sock.send(json.dumps({"snapshot": {"step": step}}).encode(), socket.MSG_DONTWAIT)
+            packet = json.dumps({"snapshot": {"step": step, "at_s": time.monotonic()}}).encode()
+            self._sock.send(packet, socket.MSG_DONTWAIT)
             self.reported_snapshot = step
 
     def report_quiesced(self, handoff: int, step: int) -> None:

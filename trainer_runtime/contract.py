@@ -19,8 +19,8 @@ writer, so an aligned 8-byte store needs no lock:
 | 56 | output | guardian | bytes that the worker has written to stdout and stderr |
 | 64 | restored | worker | 1 once its State is restored: from then on steps are expected |
 | 72 | in_memory | agent | 1 if a snapshot in memory is enough for the requested handoff; else 0. Set before `handoff` |
-| 80 | replicated | agent | step of the newest snapshot whose part has arrived, was given up, or is small |
-| 88 | replicating_us | agent | microseconds until this node's slowest part has arrived. Set before `replicated` |
+| 80 | replicated | agent | step of the newest snapshot whose part was sent to other nodes, or was given up |
+| 88 | replicating_us | agent | microseconds until this node's slowest part was sent. Set before `replicated` |
 | 96 | over | agent | number of a group that is over without a handoff: a rank of it breaks its connections |
 
 A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
@@ -46,7 +46,7 @@ is closed when the agent exits.
 | worker | `{"can_move": boolean}` | whether this rank can do that; no answer |
 | worker | `{"moved": true}` | it has left the old group: what it sends from now on is of the new one; no answer |
 | worker | `{"started": {"entered", "joined", "set_up", "loaded", "stepped", "step"}}` | first step made; no answer |
-| worker | `{"snapshot": {"step"}}` | the snapshot of this step is complete; no answer |
+| worker | `{"snapshot": {"step", "at_s"}}` | the snapshot of this step is complete since then; no answer |
 | worker | `{"damaged": {"kind", "rank"}}` | this piece of the snapshot to restore is damaged; no answer |
 | agent | `{"map": {"number", "places"}}` | where each shard of a parameter-server job is; see `shard_map` |
 | server | `{"replica": {"map", "shard", "is_complete"}}` | by that map; not complete: the replica does not answer |
@@ -70,9 +70,10 @@ of that snapshot on this node, and is empty or absent if there are none: `{"kind
 that made it. The descriptors of these memories come with the answer (SCM_RIGHTS), one for each entry and in their
 order; the worker closes them.
 
-Agents send each other the parts of snapshots that only one rank has. A rank with a part larger than
-`snapshot_page.LINK_PART_BYTES` waits until `replicated` shows its last snapshot before it replaces the one before that:
-the agent signals each change of that field by the eventfd `REPLICATED_FD`.
+Agents send each other the parts of snapshots that only one rank has. If the group has several nodes, a rank waits until
+`replicated` shows its last snapshot before it replaces the one before that: the agent signals each change of that field
+by the eventfd `REPLICATED_FD`. A part larger than `snapshot_page.LINK_PART_BYTES` was sent once the next node has it, a
+smaller one once the agent has passed it to its links. `at_s` is in seconds on the monotonic clock.
 
 The **stacks** are a memfd per worker (`STACKS_FD`). A worker that can registers a signal handler at C level
 (`faulthandler`), which works even if the interpreter does not run: the agent sends the signal whose number is on the
@@ -111,7 +112,7 @@ OVER_FD = "ELASTIC_AGENT_OVER_FD"
 VERDICT_WITHIN_S = "ELASTIC_AGENT_VERDICT_WITHIN_S"
 """Seconds within which the agent knows what becomes of a group whose ranks have lost each other."""
 REPLICATED_FD = "ELASTIC_AGENT_REPLICATED_FD"
-"""Eventfd that signals a change of `replicated` on the control page. Absent: no snapshots are taken."""
+"""Eventfd that signals a change of `replicated` or `over` on the control page. Absent: no snapshots are taken."""
 SNAPSHOT_FD = "ELASTIC_AGENT_SNAPSHOT_FD"
 """Absent: no snapshots are taken."""
 SNAPSHOT_OVERHEAD = "ELASTIC_AGENT_SNAPSHOT_OVERHEAD"
@@ -289,7 +290,7 @@ class ControlPage:
 
     @property
     def replicated(self) -> int:
-        """Step of the newest snapshot whose part has arrived, was given up, or is small; 0: none."""
+        """Step of the newest snapshot whose part was sent to other nodes, or was given up; 0: none."""
         return self._read(_REPLICATED_AT)
 
     @replicated.setter
@@ -298,7 +299,7 @@ class ControlPage:
 
     @property
     def replicating_us(self) -> int:
-        """Microseconds until the slowest part of this node's ranks had arrived, as last measured; 0: none is sent."""
+        """Microseconds until the slowest part of this node's ranks was sent, as last measured; 0: none was."""
         return self._read(_REPLICATING_AT)
 
     @replicating_us.setter

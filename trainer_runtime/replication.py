@@ -1,9 +1,13 @@
-"""Waiting until another node holds this rank's large part of a snapshot.
+"""Waiting until this rank's part of a snapshot was sent to other nodes.
 
 A rank keeps its newest two snapshots. If it replaced the older one while parts of the newer one are still on their way
 to other nodes, and a node was lost then, no snapshot would be complete. So each rank waits at the end of the step
-before a snapshot until its last one has arrived. A rank that takes the next snapshot has completed a step with the
-others, and therefore knows that they have waited too.
+before a snapshot until its last one was sent. A rank that takes the next snapshot has completed a step with the others,
+and therefore knows that they have waited too.
+
+A large part was sent once the next node has it; a small one once the agent has passed it to its links, which takes so
+little time that no rank usually waits. But if an agent is stopped, or cannot run, its ranks wait, and with them all
+others: their steps would be lost if the agent lost its lease.
 """
 
 from __future__ import annotations
@@ -14,27 +18,29 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
+from trainer_runtime.group_end import GroupOverError
 
 if TYPE_CHECKING:
     from trainer_runtime.contract import ControlPage
 
 
 class Replication:
-    """What the agent tells this rank of its large parts.
+    """What the agent reports of this rank's parts.
 
     Args:
         page: this rank's control page.
-        event: eventfd that signals a change of `page.replicated`.
+        event: eventfd that signals a change of `page.replicated` or `page.over`.
     """
 
     def __init__(self, page: ControlPage, event: int) -> None:
         os.set_inheritable(event, False)  # child processes of the script must not inherit it
         self._page = page
         self._event = event
+        self._group = int(os.environ.get(contract.GROUP, "0"))
 
     @property
     def took_s(self) -> float:
-        """Seconds until the slowest part of this node's ranks had arrived, as last measured; 0: none is sent."""
+        """Seconds until the slowest part of this node's ranks was sent, as last measured; 0: none was."""
         return self._page.replicating_us / 1e6
 
     def is_over(self, step: int) -> bool:
@@ -42,17 +48,23 @@ class Replication:
         return self._page.replicated >= step
 
     def wait(self, step: int) -> None:
-        """Wait until the agent is done with this rank's part of the snapshot of this step."""
+        """Wait until the agent is done with this rank's part of the snapshot of this step.
+
+        Raises:
+            GroupOverError: the agent has said that the group is over.
+        """
         poll = select.poll()
         poll.register(self._event, select.POLLIN)
         while not self.is_over(step):
+            if self._group and self._page.over == self._group:
+                raise GroupOverError
             poll.poll()
             with suppress(BlockingIOError):
                 os.eventfd_read(self._event)
 
 
 def open_replication(page: ControlPage | None) -> Replication | None:
-    """Return what the agent tells of this rank's large parts; None if no other node is to hold them."""
+    """Return what the agent reports of this rank's parts; None if no other node is to hold them."""
     event = os.environ.get(contract.REPLICATED_FD)
     is_alone = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
     return None if page is None or event is None or is_alone else Replication(page, int(event))

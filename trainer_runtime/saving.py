@@ -104,6 +104,11 @@ class Saver:
     _written: _Mark | None = field(default=None, init=False)
     """Of the state that was handed to the writer last."""
 
+    @property
+    def writes_copies(self) -> bool:
+        """Whether checkpoints are written from copies of this rank's State; else only its own part is handed over."""
+        return self.writer is not None or self.shards is not None
+
     @runtime_phase("save")
     def save_if_free(self, handoff: int = 0, *, capture: Capture | None = None) -> bool:
         """Begin to save. If that is not possible, print a line on stderr with the reason and return False.

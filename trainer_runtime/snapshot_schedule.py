@@ -4,7 +4,7 @@ A snapshot is useful only if all ranks have taken it, so all take it after the s
 at which rank 0 sets N anew. Rank 0 posts that to the rank store, and the other ranks wait for it there; the steps in
 between need no communication. A rank that can take no more snapshots proposes to stop: the first proposal holds.
 
-If other nodes are to hold large parts, there is at least one step without a snapshot between two with one
+If other nodes are to hold the parts too, there is at least one step without a snapshot between two with one
 (`replication`).
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from trainer_runtime.snapshot_page import KEPT
 
 _OFF = "off"
-BETWEEN_SENT = 2
-"""Least steps between snapshots whose large parts are sent: see `replication`."""
+_BETWEEN_SENT = 2
+"""Least steps between snapshots whose parts are sent: see `replication`."""
 _MOST_SNAPSHOTS = 64
 """Snapshots between two settlements; with so many, a settlement costs next to nothing."""
 _SENDING_INTERVAL = 2.0
@@ -31,8 +31,6 @@ class Schedule:
     anchor: int
     every: int
     until: int
-    is_sent: bool = False
-    """Some rank has a large part, which another node is to hold too."""
 
     def after(self, step: int) -> int:
         """Return the first step after this one at which a snapshot is due."""
@@ -44,13 +42,13 @@ def first_schedule(step: int, *, is_sent: bool) -> Schedule:
 
     Args:
         step: step of the first snapshot.
-        is_sent: rank 0 has a large part, which another node is to hold too.
+        is_sent: other nodes are to hold the parts too.
 
     The first snapshot in each slot allocates memory that later ones reuse, and is waited for as long as it takes: its
     cost shows in the cost of the next one. One more snapshot then costs what all later ones will.
     """
     least = _least(is_sent=is_sent)
-    return Schedule(step, least, step + least * (KEPT + 1), is_sent)
+    return Schedule(step, least, step + least * (KEPT + 1))
 
 
 def next_schedule(
@@ -64,29 +62,27 @@ def next_schedule(
         cost_s: seconds that a snapshot usually takes.
         step_s: seconds that a step takes without a snapshot.
         overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
-        sending_s: seconds until another node has large parts. None: no rank has one that is sent.
+        sending_s: seconds until other nodes have the parts. None: they are not sent.
     """
-    is_sent = sending_s is not None
-    least, sent = _least(is_sent=is_sent), math.ceil(_SENDING_INTERVAL * (sending_s or 0.0) / step_s)
-    every = max(least, sent, math.ceil(cost_s / (overhead * step_s)))
-    return Schedule(step, every, step + every * min(2**number, _MOST_SNAPSHOTS), is_sent)
+    sent = math.ceil(_SENDING_INTERVAL * (sending_s or 0.0) / step_s)
+    every = max(_least(is_sent=sending_s is not None), sent, math.ceil(cost_s / (overhead * step_s)))
+    return Schedule(step, every, step + every * min(2**number, _MOST_SNAPSHOTS))
 
 
 def _least(*, is_sent: bool) -> int:
     """Return the least steps between snapshots."""
-    return BETWEEN_SENT if is_sent else 1
+    return _BETWEEN_SENT if is_sent else 1
 
 
 def text_of(schedule: Schedule | None) -> str:
     """Return the text for the rank store; None: no more snapshots."""
     if schedule is None:
         return _OFF
-    return f"{schedule.anchor} {schedule.every} {schedule.until} {int(schedule.is_sent)}"
+    return f"{schedule.anchor} {schedule.every} {schedule.until}"
 
 
 def schedule_of(text: str) -> Schedule | None:
     """Parse the text from the rank store."""
     if text == _OFF:
         return None
-    anchor, every, until, is_sent = map(int, text.split())
-    return Schedule(anchor, every, until, bool(is_sent))
+    return Schedule(*map(int, text.split()))

@@ -3,8 +3,8 @@
 The local rank 0 of every node writes what is equal on all ranks, and each rank writes its own part. The interval
 follows from the measured time for which a snapshot delays the training, such that snapshots stay within their share of
 the steps' time (`contract.SNAPSHOT_OVERHEAD`); if the share allows it, there is one after every step. The time of the
-copying thread is not counted. Where another node is to hold a large part too, the interval also follows from the time
-that sending it takes (`replication`).
+copying thread is not counted. Where other nodes are to hold the parts too, the interval also follows from the time that
+sending them takes (`replication`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,8 @@ from trainer_runtime.dist import is_main
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import phase_time_s, runtime_phase
 from trainer_runtime.snapshot_memory import snapshot_descriptor
-from trainer_runtime.snapshot_page import KEPT, LINK_PART_BYTES
-from trainer_runtime.snapshot_schedule import (
-    BETWEEN_SENT,
-    Schedule,
-    first_schedule,
-    next_schedule,
-    schedule_of,
-    text_of,
-)
+from trainer_runtime.snapshot_page import KEPT
+from trainer_runtime.snapshot_schedule import Schedule, first_schedule, next_schedule, schedule_of, text_of
 
 if TYPE_CHECKING:
     from trainer_runtime.agent_channel import AgentChannel
@@ -44,8 +37,6 @@ if TYPE_CHECKING:
 NEVER = sys.maxsize
 _COST = "A crash loses the steps since the last checkpoint"
 _LEAST_STEP_S = 1e-6
-_LARGE = "snapshots/large"
-"""Proposed by ranks with large parts, in case rank 0 has none."""
 
 
 @dataclass(slots=True)
@@ -83,7 +74,7 @@ class SnapshotTaker:
         capturer: copies the state into the agent's memory.
         channel: channel to the agent.
         messages: connection to the rank store.
-        replication: what the agent tells of large parts. None: no other node is to hold them.
+        replication: what the agent reports of this rank's parts. None: no other node is to hold them.
     """
 
     def __init__(
@@ -93,10 +84,6 @@ class SnapshotTaker:
         self._channel = channel
         self._messages = messages
         self._replication = replication
-        self._is_large = False
-        """This rank's part is large, and another node is to hold it."""
-        self._has_told = False
-        """Rank 0 was told of that."""
         self._overhead = _overhead()
         self._held_bytes = channel.restored_snapshot_bytes()
         """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
@@ -116,27 +103,29 @@ class SnapshotTaker:
 
         Args:
             step: number of committed steps.
-            is_saved: a checkpoint of this step is due, on all ranks. It is written from a snapshot, so one is taken.
+            is_saved: this rank has to save this step. A checkpoint is written from a copy, so one is made in any case;
+                it counts as a snapshot only if one is due, because other ranks may make none.
 
         Returns:
-            The snapshot; None if there is none of this step.
+            The copy; None if there is none of this step.
 
         Raises:
             TypeError: something in the State could not be loaded back; the message has its name.
             torch.distributed.DistError: this rank, unlike others, can no longer reach the store.
         """
-        if step < self._next and not (is_saved and self._next < NEVER):
-            self._wait_before_next(step)
-            return None
+        is_due = step >= self._next
+        # None while the last checkpoint is still being written.
+        is_extra = is_saved and not is_due and self._next < NEVER and not self._capturer.is_leased
+        capture = self._take(step, is_snapshot=is_due) if is_due or is_extra else None
+        self._wait_before_next(step)
+        return capture
+
+    def _take(self, step: int, *, is_snapshot: bool) -> Capture | None:
         if self._store_error is not None:
             raise self._store_error
         self._capturer.settle()
         began = time.monotonic()
-        is_extra = step < self._next and self._is_sent  # it would replace a snapshot that other ranks may still need
-        if is_extra and self._capturer.is_leased:  # the last checkpoint is still being written
-            self._wait_before_next(step)
-            return None
-        capture = self._copy_state(is_snapshot=not is_extra)
+        capture = self._copy_state(is_snapshot=is_snapshot)
         self._period.costs_s.append(time.monotonic() - began + self._capturer.take_waited_s())
         if capture is None:
             self._stop()
@@ -144,7 +133,6 @@ class SnapshotTaker:
             self._settle(step)
         else:
             self._next = self._schedule.after(step)
-        self._wait_before_next(step)
         return capture
 
     def take_and_wait(self, step: int) -> bool:
@@ -158,7 +146,7 @@ class SnapshotTaker:
             return True
         if self._next == NEVER or self._copy_state(is_snapshot=True) is None:
             return False
-        while self._schedule is not None and self._is_sent and self._next < step + BETWEEN_SENT:
+        if self._schedule is not None and self._replication is not None and self._next <= step + 1:
             self._next = self._schedule.after(self._next)  # if there was no change after all
         self.due = self._next
         self._capturer.settle()
@@ -167,30 +155,24 @@ class SnapshotTaker:
     def _wait_before_next(self, step: int) -> None:
         """Set `due`. If the next snapshot is due after the coming step, first wait until the last one has arrived."""
         self.due = self._next
-        if self._is_sent and self._next < NEVER:
+        if self._replication is not None and self._next < NEVER:
             if step < self._next - 1:
                 self.due = self._next - 1
             else:
                 self.wait_until_replicated()
 
     def wait_until_replicated(self) -> None:
-        """Wait until the last snapshot is complete, and another node holds this rank's part of it if it is large."""
+        """Wait until the last snapshot is complete, and this rank's part of it was sent to other nodes."""
         self._capturer.settle()
-        if self._is_large and self._replication is not None:
+        if self._replication is not None:
             step = self._channel.reported_snapshot
             if not self._replication.is_over(step):
                 with runtime_phase("replicate"):
                     self._replication.wait(step)
 
-    @property
-    def _is_sent(self) -> bool:
-        """Some rank has a large part that another node is to hold, as far as is known."""
-        return self._is_large or (self._schedule is not None and self._schedule.is_sent)
-
     def _copy_state(self, *, is_snapshot: bool) -> Capture | None:
         """Copy the state, and report it to the agent if it is a snapshot; None if there is no room for it."""
         state = self._capturer.flatten()
-        self._is_large = self._replication is not None and state.part.bytes > LINK_PART_BYTES
         if not self._fits(state):
             return None
         try:
@@ -238,16 +220,12 @@ class SnapshotTaker:
             return
         self._schedule = schedule_of(text)
         self._settled += 1
-        if self._is_large and not self._has_told:  # before rank 0 sets the next schedule
-            self._messages.propose(_LARGE, "yes")
-            self._has_told = True
         self._period = _begin_period(step)
         self._next = NEVER if self._schedule is None else self._schedule.after(step)
 
     def _propose(self, step: int) -> Schedule:
-        is_sent = self._is_sent or self._messages.has(_LARGE)
         if self._schedule is None:
-            return first_schedule(step, is_sent=is_sent)
+            return first_schedule(step, is_sent=self._replication is not None)
         number, period = self._settled, self._period
         return next_schedule(
             number,
@@ -255,7 +233,7 @@ class SnapshotTaker:
             cost_s=period.cost_s(number),
             step_s=period.step_s(step),
             overhead=self._overhead,
-            sending_s=self._replication.took_s if is_sent and self._replication is not None else None,
+            sending_s=None if self._replication is None else self._replication.took_s,
         )
 
     def _stop(self) -> None:

@@ -534,7 +534,8 @@ class State:
             self._channel.release_restored_snapshot()
         # At once, if the last group missed one.
         is_save_due = pos.step // self._save_every > pos.last_due // self._save_every
-        snapshot = None if self._snapshots is None else self._snapshots.take(pos.step, is_saved=is_save_due)
+        is_saved_here = is_save_due and saver.writes_copies
+        snapshot = None if self._snapshots is None else self._snapshots.take(pos.step, is_saved=is_saved_here)
         if is_save_due:
             pos.last_due = self._saved_step = pos.step
             saver.save_if_free(capture=snapshot)
@@ -600,7 +601,7 @@ class State:
             self._contents.note_committed()
 
     def _prepare_handoff(self) -> None:
-        """Before any rank replaces a snapshot, all parts of the newest one have arrived."""
+        """Before any rank replaces a snapshot, all parts of the newest one were sent."""
         if self._snapshots is not None:
             self._snapshots.wait_until_replicated()
 

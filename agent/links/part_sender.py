@@ -73,8 +73,13 @@ class LargePart:
     at: int
     is_intact: Callable[[], bool]
     """Whether the rank has not replaced this snapshot."""
-    on_end: Callable[[bool, float], None]
-    """Called once, with whether the other agent holds the part, and the seconds since it was to be sent."""
+    on_end: Callable[[bool], None]
+    """Called once, with whether the other agent holds the part."""
+
+    def end(self, *, is_held: bool) -> None:
+        """Close the descriptor, and call `on_end`."""
+        os.close(self.descriptor)
+        self.on_end(is_held)
 
 
 class PartSender:
@@ -100,16 +105,15 @@ class PartSender:
 
     def send(self, part: LargePart) -> None:
         """Send a part, unless a newer one of its rank comes before its turn. Returns at once."""
-        given = _Given(part, time.monotonic())
         with self.changed:
             if self.is_closed:
-                replaced: _Given | None = given
+                replaced: LargePart | None = part
             else:
                 self.least_group = max(self.least_group, part.header.copy.group)
                 lane = self._lanes.get(part.header.rank)
                 if lane is None:
                     lane = self._lanes[part.header.rank] = _Lane(self)
-                replaced, lane.pending = lane.pending, given
+                replaced, lane.pending = lane.pending, part
                 self.changed.notify_all()
         if replaced is not None:
             replaced.end(is_held=False)
@@ -139,18 +143,6 @@ class PartSender:
             lane.thread.join(max(0.0, give_up_at - time.monotonic()))
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A part that is to be sent, and since when."""
-
-    part: LargePart
-    since: float
-
-    def end(self, *, is_held: bool) -> None:
-        os.close(self.part.descriptor)
-        self.part.on_end(is_held, time.monotonic() - self.since)
-
-
 class _OutdatedError(LinkBroken):
     """The other agent is in a later group."""
 
@@ -160,7 +152,7 @@ class _Lane:
 
     def __init__(self, sender: PartSender) -> None:
         self._sender = sender
-        self.pending: _Given | None = None
+        self.pending: LargePart | None = None
         """The part to be sent next; the sender's lock is held to change it."""
         self._connection: tuple[PartAddress, ssl.SSLSocket] | None = None
         self._connection_lock = threading.Lock()
@@ -185,9 +177,9 @@ class _Lane:
         while True:
             with sender.changed:
                 sender.changed.wait_for(lambda: self.pending is not None or sender.is_closed)
-                given, self.pending = self.pending, None
-            if given is not None:
-                given.end(is_held=not sender.is_closed and self._deliver(given.part))
+                part, self.pending = self.pending, None
+            if part is not None:
+                part.end(is_held=not sender.is_closed and self._deliver(part))
             elif sender.is_closed:
                 break
         self._disconnect()

@@ -58,10 +58,12 @@ class StartedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     step: Count
 
 
-class _SnapshotMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SnapshotMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A worker has taken a snapshot."""
 
     step: Count
+    at_s: Seconds
+    """When it was complete, on the monotonic clock."""
 
 
 class QuiescedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -95,7 +97,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     publish: _Publication | None = None
     unreadable: str | None = None
     started: StartedMessage | None = None
-    snapshot: _SnapshotMessage | None = None
+    snapshot: SnapshotMessage | None = None
     quiesced: QuiescedMessage | None = None
     damaged: DamagedMessage | None = None
     replica: ReplicaMessage | None = None
@@ -133,8 +135,8 @@ class Channel:
         """Why the worker could not read the state that it must start from, in one line."""
         self.started: StartedMessage | None = None
         """Report of its first step. None: there was none yet."""
-        self.snapshot_step = 0
-        """Step of its newest snapshot; 0: there was none yet."""
+        self.snapshot: SnapshotMessage | None = None
+        """Its newest snapshot; None: there was none yet."""
         self.quiesced: QuiescedMessage | None = None
         """The newest handoff for which it was quiesced with a snapshot."""
         self.damaged: DamagedMessage | None = None
@@ -146,8 +148,7 @@ class Channel:
         """Forget what the worker reported in the group that it is about to leave."""
         self.is_moving = True
         self.awaits_restore_point = self.has_asked_restore_point = self.awaits_leave_answer = self.awaits_place = False
-        self.started = self.quiesced = self.damaged = None
-        self.snapshot_step = 0
+        self.snapshot = self.started = self.quiesced = self.damaged = None
 
     def fileno(self) -> int:
         """Return the socket. It is readable when there is a packet, and when the worker's end is closed."""
@@ -184,7 +185,7 @@ class Channel:
     def _note_report(self, message: _Message) -> bool:
         """Note what may come while a question is open. Return whether the message is such a report."""
         if message.snapshot is not None:
-            self.snapshot_step = message.snapshot.step
+            self.snapshot = message.snapshot
         elif message.quiesced is not None:
             self.quiesced = message.quiesced
         elif message.can_move is not None:

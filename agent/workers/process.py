@@ -118,7 +118,7 @@ class RankProcess:
         self.memory: int | None = None
         """Descriptor of the memory for its snapshots. None: it takes no snapshots."""
         self.replicated_event: int | None = None
-        """Eventfd that signals a change of `replicated` on its page. None: it takes no snapshots."""
+        """Eventfd that signals a change of `replicated` or `over` on its page. None: it takes no snapshots."""
         self.is_ahead = False
         """It is a standby that sets up the script, or has done so. Its rank is not known yet."""
         self._is_terminated = False
@@ -214,6 +214,8 @@ class RankProcess:
         """Let the worker, whose group is over, break its connections to the other ranks, and ask for its place."""
         self.page.over = group
         os.eventfd_write(self.over_event, 1)
+        if self.replicated_event is not None:  # it may wait for this one
+            os.eventfd_write(self.replicated_event, 1)
 
     def renew_memory(self) -> None:
         """Create another memory for the worker's snapshots: the old one holds those of the group that it leaves."""

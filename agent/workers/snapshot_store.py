@@ -3,7 +3,7 @@
 A rank writes its snapshots to a memory that the agent has created (`trainer_runtime.snapshot_page`), so the memory
 outlives the rank. Snapshots count once every process that could write there is gone. While the ranks run, only one
 thing is read: the part of a new snapshot that is unique to its rank. It is sent to the neighbours; if it is large, to
-the next node only, and the rank's control page shows when it has arrived.
+the next node only. The rank's control page shows when it was sent.
 
 **Which snapshots are kept.** All that the ranks of the last group left, and those of older groups that the next group
 may have to start from. Once the restore point of a group is settled, only that snapshot is kept of the older groups. It
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class SnapshotStore:
         A small one was passed to the links; a large one has arrived.
         """
         self._took_s: dict[int, float] = {}
-        """Seconds until the last large part of each rank had arrived."""
+        """Seconds from the last snapshot of each rank until its part was sent."""
         self._on_sent: tuple[int, _OnSent] | None = None
         """What to call once all parts of this step are sent."""
         self._keep_since_group = 0
@@ -148,8 +149,14 @@ class SnapshotStore:
                 self._forget_ranks()
                 self._post_inventory()
 
-    def on_snapshot(self, rank: int, step: int) -> None:
-        """Handle a new snapshot of a local rank of the running group."""
+    def on_snapshot(self, rank: int, step: int, at_s: float) -> None:
+        """Handle a new snapshot of a local rank of the running group.
+
+        Args:
+            rank: the rank.
+            step: the step of the snapshot.
+            at_s: when it was complete, on the monotonic clock.
+        """
         with self._lock:
             group = self._running
             if group is None or rank not in group.own:
@@ -157,14 +164,13 @@ class SnapshotStore:
             self._snapshot_counts[rank] += 1
             if all(self._snapshot_counts[each] >= _SAFE_SNAPSHOTS for each in group.own):
                 self._keep_since(group.number, None)
-            part = self._read_part(group, rank, step)
+            part = self._read_part(group, rank, step, at_s)
             if isinstance(part, SnapshotPart):
+                self._replicate(part)
                 self._sent[rank] = step, False
             if not isinstance(part, LargePart):
-                self._tell(rank, step, 0.0)
-        if isinstance(part, SnapshotPart):
-            self._replicate(part)
-        elif part is not None and self._part_sender is not None:
+                self._tell(rank, step, time.monotonic() - at_s)
+        if isinstance(part, LargePart) and self._part_sender is not None:
             self._part_sender.send(part)
 
     def when_sent(self, step: int, then: _OnSent) -> None:
@@ -274,21 +280,21 @@ class SnapshotStore:
 
     def _tell(self, rank: int, step: int, took_s: float) -> None:
         """Tell a rank that this agent is done with its part of this step. The caller holds the lock."""
+        self._took_s[rank] = took_s
         shared = self._ranks[rank]
-        shared.page.replicating_us = int(1e6 * took_s)
+        # All ranks wait for the one whose part takes longest.
+        shared.page.replicating_us = int(1e6 * max(self._took_s.values()))
         shared.page.replicated = max(shared.page.replicated, step)
         os.eventfd_write(shared.replicated_event, 1)
 
-    def _on_large_end(self, group: HeldGroup, header: PartHeader, is_held: bool, took_s: float) -> None:  # noqa: FBT001
+    def _on_large_end(self, group: HeldGroup, header: PartHeader, at_s: float, is_held: bool) -> None:  # noqa: FBT001
         """Handle the end of a transfer to the next node."""
         with self._lock:
             if self._running is not group:
                 return
             if is_held:
                 self._sent[header.rank] = header.copy.step, True
-            self._took_s[header.rank] = took_s if is_held else 0.0
-            # All ranks wait for the one whose part takes longest.
-            self._tell(header.rank, header.copy.step, max(self._took_s.values()))
+            self._tell(header.rank, header.copy.step, time.monotonic() - at_s if is_held else 0.0)
             ready = self._take_on_sent()
         if ready is not None:
             ready()
@@ -319,7 +325,7 @@ class SnapshotStore:
             else:
                 self._groups.pop(older).close(self._release)
 
-    def _read_part(self, group: HeldGroup, rank: int, step: int) -> SnapshotPart | LargePart | None:
+    def _read_part(self, group: HeldGroup, rank: int, step: int, at_s: float) -> SnapshotPart | LargePart | None:
         """Return this rank's part: with its bytes if it is small. None: it was replaced, or there is no next node."""
         slot = next((slot for slot in group.slots_of(rank) if slot.step == step), None)
         if slot is None:
@@ -338,7 +344,7 @@ class SnapshotStore:
                 memory,
                 slot.part_at,
                 is_intact=lambda: slot in read_slots(memory),
-                on_end=partial(self._on_large_end, group, header),
+                on_end=partial(self._on_large_end, group, header, at_s),
             )
         data = os.pread(group.own[rank], slot.part_bytes, slot.part_at)
         if slot not in read_slots(group.own[rank]):

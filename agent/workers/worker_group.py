@@ -406,7 +406,7 @@ class WorkerGroup:
         try:
             with self._lock:
                 old_publish, old_damaged = channel.pending_publish, channel.damaged
-                old_snapshot_step = channel.snapshot_step
+                old_snapshot = channel.snapshot
                 is_open = channel.receive() and not rank.is_gone
                 replica_messages, channel.replica_messages = channel.replica_messages, []
                 asked = channel.pending_publish
@@ -418,8 +418,8 @@ class WorkerGroup:
             return True
         for message in replica_messages:
             self._on_replica_message(message)
-        if channel.snapshot_step != old_snapshot_step:
-            self.snapshots.on_snapshot(rank.command.rank, channel.snapshot_step)
+        if channel.snapshot is not None and channel.snapshot is not old_snapshot:
+            self.snapshots.on_snapshot(rank.command.rank, channel.snapshot.step, channel.snapshot.at_s)
         if channel.damaged is not None and channel.damaged is not old_damaged:
             self.snapshots.mark_damaged(channel.damaged)
         if quiesced is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -139,6 +140,31 @@ def test_ranks_that_lose_another_keep_their_processes(
         running.nodes[lost].kill()
         running.wait_for_step(1, after_group=group, world=3)
     assert {name: pid_of(running, name) for name in stayers} == stayers
+    running.finish()
+    assert_result(running, undisturbed(running.epochs))
+
+
+@pytest.mark.parametrize("which", some(["the leader's"], of=["the leader's", "another"]))
+def test_an_agent_that_stops_does_not_take_the_steps_since_the_last_checkpoint_with_it(
+    job: Make, undisturbed: Callable[[int], dict[str, torch.Tensor]], which: str
+) -> None:
+    """Its rank, which runs on, waits for it: so the others keep a snapshot of which they have that rank's part."""
+    running = job("--detect_within=4", "--snapshot_overhead=100")
+    running.epochs, running.step_time_s = 80, 0.05
+    for name in ("a", "b"):
+        running.start(name, "1:2", command(running))
+    group = running.wait_for_step(40, world=2)
+    leads = {node["node_id"]: node["is_leader"] for node in running.status()["nodes"]}
+    stopped, stays = sorted(leads, key=lambda name: leads[name] != (which == "the leader's"))
+    pid = pid_of(running, stays)
+    running.nodes[stopped].process.send_signal(signal.SIGSTOP)
+    following = running.wait_for_step(1, after_group=group, world=1)
+    assert pid_of(running, stays) == pid
+    assert min(line.step for line in read_trace(running.trace) if line.group == following) > 20, running.log_text()
+    assert running.status()["restarts"] == 0
+    running.nodes[stopped].process.send_signal(signal.SIGCONT)
+    running.wait_for_step(1, after_group=following, world=2)
+    assert pid_of(running, stays) == pid
     running.finish()
     assert_result(running, undisturbed(running.epochs))
 

@@ -1,4 +1,4 @@
-"""Waiting until another node holds a rank's large part of a snapshot, and what that means for the snapshots' steps."""
+"""Waiting until a rank's part of a snapshot was sent, and what that means for the snapshots' steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fake_agent import FakeAgent
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import contract, restoring, snapshots
+from trainer_runtime import contract, restoring
 from trainer_runtime import state as state_
 from trainer_runtime.contract import ControlPage
+from trainer_runtime.group_end import GroupOverError
 from trainer_runtime.replication import Replication, open_replication
 from trainer_runtime.snapshot_page import create_memory
 
@@ -57,6 +58,27 @@ def test_a_rank_waits_until_the_agent_is_done_with_its_snapshot(page: ControlPag
     replication.wait(6)  # returns at once
 
 
+def test_the_end_of_the_group_ends_the_wait(page: ControlPage, event: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part may never be sent: what the rank would replace is still needed."""
+    monkeypatch.setenv(contract.GROUP, "3")
+    page.over = 2
+    replication, is_over = Replication(page, event), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(GroupOverError):
+            replication.wait(7)
+        is_over.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    os.eventfd_write(event, 1)
+    assert not is_over.wait(0.2), "another group was over"
+    page.over = 3
+    os.eventfd_write(event, 1)
+    assert is_over.wait(BOUND_S)
+    thread.join()
+
+
 @pytest.mark.parametrize(
     ("world_size", "has_event", "is_open"), [("4", True, True), ("2", True, False), ("4", False, False)]
 )
@@ -89,7 +111,7 @@ class Watched:
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[FakeAgent, Watched]]]:
-    """Commit steps of a State whose part counts as large, under an agent."""
+    """Commit steps of a State whose parts other nodes are to hold, under an agent."""
     memory, agents = create_memory("test"), list[FakeAgent]()
     tr.init()
 
@@ -100,7 +122,6 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         channel = agent.open()
         monkeypatch.setattr(state_, "open_channel", lambda: channel)
         monkeypatch.setattr(restoring, "open_replication", lambda _page: watched)
-        monkeypatch.setattr(snapshots, "LINK_PART_BYTES", 0)
         variables = {contract.RUN_ID: "us", contract.GROUP: "1", contract.CHECKPOINT_DIR: str(tmp_path)}
         variables |= {contract.SNAPSHOT_FD: str(memory), contract.SNAPSHOT_OVERHEAD: "1e9"}
         for name, value in variables.items():
