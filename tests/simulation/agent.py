@@ -35,7 +35,9 @@ PARTS = ("inventory", "quiesced", "transition", "stall", "exit")
 _LOOP_S = 0.6
 """How often the loop of an agent turns at least."""
 _BUFFERS = 2
-"""Copies that a node holds in memory."""
+"""Copies of a group that a node holds in memory."""
+_SAFE_COPIES = 3
+"""After so many copies of a group, the one that it began from is not held any more."""
 
 
 def _nothing() -> None:
@@ -111,6 +113,8 @@ class Agent:
         self.ranks = Ranks(self)
         self.saver = LastSaver(self)
         self.memory: dict[StateId, Replica] = {}
+        self._taken = (0, 0)
+        """The last group that took copies, and how many."""
         """Copies in the order of their making."""
         self.is_dead = False
         self.is_host_dead = False
@@ -352,10 +356,14 @@ class Agent:
     # Copies in memory
 
     def hold_copy(self, held: Replica) -> None:
+        number, point = held.copy.group, self.ranks.restore_point
         self.memory.pop(held.copy, None)
         self.memory[held.copy] = held
-        while len(self.memory) > _BUFFERS:
-            del self.memory[next(iter(self.memory))]
+        self._taken = (number, self._taken[1] + 1 if self._taken[0] == number else 1)
+        kept = {*[copy for copy in self.memory if copy.group == number][-_BUFFERS:]}
+        if self._taken[1] < _SAFE_COPIES and point is not None and point.copy is not None:
+            kept.add(point.copy)
+        self.memory = {copy: each for copy, each in self.memory.items() if copy in kept}
 
     def add_parts(self, copy: StateId, ranks: Iterable[int]) -> None:
         """Neighbours' parts of a copy that is held here; if it still is."""

@@ -93,6 +93,8 @@ class World:
         self._training = training
         self._cluster = training.cluster
         self._told: dict[Identity, RestorePoint] = {}
+        self._unsent: tuple[StateId, list[Agent]] | None = None
+        """The last copy, and the agents that have not sent their ranks' parts of it, since they are stopped."""
         self._is_broken = False
 
     def agents(self) -> list[Agent] | None:
@@ -143,7 +145,7 @@ class World:
         if agents is None:
             return
         is_waiting = self.publisher.is_blocking or self.standstill.number or self._training.is_held
-        if not is_waiting and self._can_meet(agents):
+        if not is_waiting and self._can_meet(agents) and self._are_parts_sent():
             self._step(agents)
         if not self._is_broken:
             self._cluster.after(self._training.step_s(), self._turn)
@@ -155,6 +157,16 @@ class World:
         return not any(agent.is_host_paused or agent.ranks.idle for agent in agents) and all(
             network.is_open_both(one, other) for one in serials for other in serials if one < other
         )
+
+    def _are_parts_sent(self) -> bool:
+        """Whether all agents have sent the parts of the last copy. Until then no rank may replace an older one."""
+        if self._unsent is not None:
+            copy, stopped = self._unsent
+            for agent in [each for each in stopped if not each.is_paused]:
+                stopped.remove(agent)
+                self.hand_over(agent, copy)
+            self._unsent = (copy, stopped) if stopped else None
+        return self._unsent is None
 
     def _step(self, agents: list[Agent]) -> None:
         before = self.copy
@@ -225,7 +237,12 @@ class World:
         own = [range(first := self.group.first_rank(i), first + self.group.members[i].nproc) for i in range(size)]
         lazy = not is_for_handoff and self._cluster.random.random() < self._training.lost_parts
         is_kept = not (lazy or is_for_handoff)
-        keepers = [{member.identity for member in self.keepers(agent)} if is_kept else set() for agent in agents]
+        stopped = [agent for agent in agents if agent.is_paused] if is_kept and size > 1 else []
+        self._unsent = (self.copy, stopped) if stopped else None
+        keepers = [
+            {member.identity for member in self.keepers(agent)} if is_kept and agent not in stopped else set()
+            for agent in agents
+        ]
         for index, agent in enumerate(agents):
             me = agent.state.identity
             parts = {rank for of, kept in enumerate(keepers) if of == index or me in kept for rank in own[of]}
