@@ -1,10 +1,5 @@
 """Waiting until this rank's part of a snapshot was sent to other nodes.
 
-A rank keeps its newest two snapshots. If it replaced the older one while parts of the newer one are still on their way
-to other nodes, and a node was lost then, no snapshot would be complete. So each rank waits at the end of the step
-before a snapshot until its last one was sent. A rank that takes the next snapshot has completed a step with the others,
-and therefore knows that they have waited too.
-
 A large part was sent once the next node has it; a small one once the agent has passed it to its links, which takes so
 little time that no rank usually waits. But if an agent is stopped, or cannot run, its ranks wait, and with them all
 others: their steps would be lost if the agent lost its lease.

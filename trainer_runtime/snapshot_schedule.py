@@ -4,8 +4,7 @@ A snapshot is useful only if all ranks have taken it, so all take it after the s
 at which rank 0 sets N anew. Rank 0 posts that to the rank store, and the other ranks wait for it there; the steps in
 between need no communication. A rank that can take no more snapshots proposes to stop: the first proposal holds.
 
-If other nodes are to hold the parts too, there is at least one step without a snapshot between two with one
-(`replication`).
+With several ranks, there is at least one step without a snapshot between two with one (`snapshots`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from trainer_runtime.snapshot_page import KEPT
 
 _OFF = "off"
-_BETWEEN_SENT = 2
-"""Least steps between snapshots whose parts are sent: see `replication`."""
+BETWEEN_AWAITED = 2
+"""Least steps between snapshots if other ranks have to complete theirs."""
 _MOST_SNAPSHOTS = 64
 """Snapshots between two settlements; with so many, a settlement costs next to nothing."""
 _SENDING_INTERVAL = 2.0
@@ -37,41 +36,35 @@ class Schedule:
         return step + self.every - (step - self.anchor) % self.every
 
 
-def first_schedule(step: int, *, is_sent: bool) -> Schedule:
+def first_schedule(step: int, least: int) -> Schedule:
     """Return the schedule for the first steps, before the durations of a step and a snapshot are known.
 
     Args:
         step: step of the first snapshot.
-        is_sent: other nodes are to hold the parts too.
+        least: least steps between two snapshots.
 
     The first snapshot in each slot allocates memory that later ones reuse, and is waited for as long as it takes: its
     cost shows in the cost of the next one. One more snapshot then costs what all later ones will.
     """
-    least = _least(is_sent=is_sent)
     return Schedule(step, least, step + least * (KEPT + 1))
 
 
 def next_schedule(
-    number: int, step: int, *, cost_s: float, step_s: float, overhead: float, sending_s: float | None
+    number: int, step: int, least: int, *, cost_s: float, step_s: float, overhead: float, sending_s: float
 ) -> Schedule:
     """Return the next schedule.
 
     Args:
         number: number of this settlement, from 1. Settlements become rarer as the measurements become more reliable.
         step: step of the settlement.
+        least: least steps between two snapshots.
         cost_s: seconds that a snapshot usually takes.
         step_s: seconds that a step takes without a snapshot.
         overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
-        sending_s: seconds until other nodes have the parts. None: they are not sent.
+        sending_s: seconds until parts are sent to other nodes; 0: they are not.
     """
-    sent = math.ceil(_SENDING_INTERVAL * (sending_s or 0.0) / step_s)
-    every = max(_least(is_sent=sending_s is not None), sent, math.ceil(cost_s / (overhead * step_s)))
+    every = max(least, math.ceil(_SENDING_INTERVAL * sending_s / step_s), math.ceil(cost_s / (overhead * step_s)))
     return Schedule(step, every, step + every * min(2**number, _MOST_SNAPSHOTS))
-
-
-def _least(*, is_sent: bool) -> int:
-    """Return the least steps between snapshots."""
-    return _BETWEEN_SENT if is_sent else 1
 
 
 def text_of(schedule: Schedule | None) -> str:

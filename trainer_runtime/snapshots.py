@@ -2,9 +2,15 @@
 
 The local rank 0 of every node writes what is equal on all ranks, and each rank writes its own part. The interval
 follows from the measured time for which a snapshot delays the training, such that snapshots stay within their share of
-the steps' time (`contract.SNAPSHOT_OVERHEAD`); if the share allows it, there is one after every step. The time of the
-copying thread is not counted. Where other nodes are to hold the parts too, the interval also follows from the time that
-sending them takes (`replication`).
+the steps' time (`contract.SNAPSHOT_OVERHEAD`). If the share allows it, there is one after every second step (with a
+single rank, after every step). The time of the copying thread is not counted. Where other nodes are to hold the parts
+too, the interval also follows from the time that sending them takes.
+
+A rank keeps its newest two snapshots. If it replaced the older one while other ranks still copy the newer one, or parts
+of that are still on their way to other nodes, and a rank or a node was lost then, no snapshot would be complete. So
+each rank waits at the end of the step before a snapshot until its last one is complete, and its part was sent
+(`replication`). A rank that takes the next snapshot has completed a step with the others, and therefore knows that they
+have waited too.
 """
 
 from __future__ import annotations
@@ -20,12 +26,19 @@ import torch.distributed as dist
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import limit_behind, warn
-from trainer_runtime.dist import is_main
+from trainer_runtime.dist import is_main, world_size
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import phase_time_s, runtime_phase
 from trainer_runtime.snapshot_memory import snapshot_descriptor
 from trainer_runtime.snapshot_page import KEPT
-from trainer_runtime.snapshot_schedule import Schedule, first_schedule, next_schedule, schedule_of, text_of
+from trainer_runtime.snapshot_schedule import (
+    BETWEEN_AWAITED,
+    Schedule,
+    first_schedule,
+    next_schedule,
+    schedule_of,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from trainer_runtime.agent_channel import AgentChannel
@@ -84,6 +97,8 @@ class SnapshotTaker:
         self._channel = channel
         self._messages = messages
         self._replication = replication
+        self._least = 1 if world_size() == 1 else BETWEEN_AWAITED
+        """Least steps between two snapshots."""
         self._overhead = _overhead()
         self._held_bytes = channel.restored_snapshot_bytes()
         """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
@@ -141,12 +156,12 @@ class SnapshotTaker:
         Raises:
             TypeError: as `take`.
         """
-        self.wait_until_replicated()
+        self.wait_until_sent()
         if self._capturer.newest == step:
             return True
         if self._next == NEVER or self._copy_state(is_snapshot=True) is None:
             return False
-        if self._schedule is not None and self._replication is not None and self._next <= step + 1:
+        if self._schedule is not None and self._least > 1 and self._next <= step + 1:
             self._next = self._schedule.after(self._next)  # if there was no change after all
         self.due = self._next
         self._capturer.settle()
@@ -155,13 +170,13 @@ class SnapshotTaker:
     def _wait_before_next(self, step: int) -> None:
         """Set `due`. If the next snapshot is due after the coming step, first wait until the last one has arrived."""
         self.due = self._next
-        if self._replication is not None and self._next < NEVER:
+        if self._least > 1 and self._next < NEVER:
             if step < self._next - 1:
                 self.due = self._next - 1
             else:
-                self.wait_until_replicated()
+                self.wait_until_sent()
 
-    def wait_until_replicated(self) -> None:
+    def wait_until_sent(self) -> None:
         """Wait until the last snapshot is complete, and this rank's part of it was sent to other nodes."""
         self._capturer.settle()
         if self._replication is not None:
@@ -225,15 +240,16 @@ class SnapshotTaker:
 
     def _propose(self, step: int) -> Schedule:
         if self._schedule is None:
-            return first_schedule(step, is_sent=self._replication is not None)
+            return first_schedule(step, self._least)
         number, period = self._settled, self._period
         return next_schedule(
             number,
             step,
+            self._least,
             cost_s=period.cost_s(number),
             step_s=period.step_s(step),
             overhead=self._overhead,
-            sending_s=None if self._replication is None else self._replication.took_s,
+            sending_s=0.0 if self._replication is None else self._replication.took_s,
         )
 
     def _stop(self) -> None:

@@ -601,9 +601,9 @@ class State:
             self._contents.note_committed()
 
     def _prepare_handoff(self) -> None:
-        """Before any rank replaces a snapshot, all parts of the newest one were sent."""
+        """Before any rank replaces a snapshot, the newest one is complete, and all parts of it were sent."""
         if self._snapshots is not None:
-            self._snapshots.wait_until_replicated()
+            self._snapshots.wait_until_sent()
 
     def _take_handoff_snapshot(self, step: int) -> bool:
         return self._snapshots is not None and self._snapshots.take_and_wait(step)

@@ -13,7 +13,14 @@ import pytest
 from cases import some
 from integration.conftest import PATIENCE_S, Job
 from integration.evaluating_job import STEPS
-from integration.test_snapshots_job import assert_identical, committed, look, steps_of, with_each_step
+from integration.test_snapshots_job import (
+    MOST_LOST,
+    assert_identical,
+    committed,
+    look,
+    steps_of,
+    with_frequent_snapshots,
+)
 
 from agent.core.effects import SaveSnapshot
 from agent.core.model import StateId
@@ -37,7 +44,7 @@ def evaluate(job: Job, *, nproc: int = 2) -> None:
 
 
 def test_a_node_that_leaves_during_an_evaluation_saves_the_last_step(job: Make) -> None:
-    undisturbed, running = job(), with_each_step(job, "--handoff_wait=1", "--handoff_timeout=1")
+    undisturbed, running = job(), with_frequent_snapshots(job, "--handoff_wait=1", "--handoff_timeout=1")
     (undisturbed.directory / "hurry").touch()
     evaluate(undisturbed)
     evaluate(running)
@@ -57,7 +64,7 @@ def test_a_node_that_leaves_during_an_evaluation_saves_the_last_step(job: Make) 
 
 def test_a_node_with_a_disk_of_its_own_saves_there(job: Make) -> None:
     """The node of rank 0, whose disk had the checkpoints, is lost before."""
-    running = with_each_step(job, "--handoff_wait=1", "--handoff_timeout=1")
+    running = with_frequent_snapshots(job, "--handoff_wait=1", "--handoff_timeout=1")
     command = [str(EVALUATING), str(running.directory), "own"]
     for name in ("a", "b"):
         running.start(name, "2", command)
@@ -117,8 +124,8 @@ def signal_all(job: Job) -> None:
 
 @pytest.mark.parametrize("script", some(["sharded"], of=["sharded", "digits"]))
 def test_a_signal_to_all_processes_of_all_nodes_loses_what_no_snapshot_has(job: Make, script: str) -> None:
-    """There is a snapshot of each step here."""
-    undisturbed, running = job(), with_each_step(job)
+    """There is a snapshot of every second step here, and the last one may not be complete."""
+    undisturbed, running = job(), with_frequent_snapshots(job)
 
     def start(job: Job, step_time_s: str) -> None:
         for name in ("a", "b"):
@@ -133,7 +140,7 @@ def test_a_signal_to_all_processes_of_all_nodes_loses_what_no_snapshot_has(job: 
     assert {node.wait(PATIENCE_S) for node in running.nodes.values()} == {0}, running.log_text()
     reached, saved = max(steps_of(running, 1)), committed(running)
     assert saved is not None
-    assert reached - 1 <= saved.copy.step <= reached, running.log_text()
+    assert reached - MOST_LOST <= saved.copy.step <= reached, running.log_text()
     start(running, "0")
     start(undisturbed, "0")
     running.finish()
@@ -143,7 +150,7 @@ def test_a_signal_to_all_processes_of_all_nodes_loses_what_no_snapshot_has(job: 
 
 
 def test_a_directory_that_cannot_be_made_gives_up_the_steps_and_says_so(job: Make) -> None:
-    running = with_each_step(job, "--handoff_wait=1", "--handoff_timeout=1")
+    running = with_frequent_snapshots(job, "--handoff_wait=1", "--handoff_timeout=1")
     evaluate(running, nproc=1)
     blocked = running.directory / "checkpoints"
     blocked.touch()  # nothing can be written below a file
@@ -157,7 +164,7 @@ def test_a_directory_that_cannot_be_made_gives_up_the_steps_and_says_so(job: Mak
 
 
 def test_a_second_signal_ends_the_agent_while_it_saves(job: Make) -> None:
-    running = with_each_step(job, "--handoff_wait=1", "--handoff_timeout=1")
+    running = with_frequent_snapshots(job, "--handoff_wait=1", "--handoff_timeout=1")
     evaluate(running, nproc=1)
     running.nodes["a"].terminate()
     wait_for(lambda: "saving step" in running.log_text(), PATIENCE_S, "the save")

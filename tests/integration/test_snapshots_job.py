@@ -1,6 +1,6 @@
 """Real jobs that are broken in the middle of training, and go on from what their agents hold in memory.
 
-Each step is copied here: snapshots may take any share of time.
+Every second step is copied here: snapshots may take any share of time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ Make = Callable[..., Job]
 Reference = Callable[[int], Path]
 SAVE_EVERY = 10
 """Steps between two checkpoints of the digits example."""
+MOST_LOST = 3
+"""With a snapshot after every second step, if a rank dies before its last one is complete."""
 
 
 def assert_identical(one: Path, other: Path) -> None:
@@ -33,8 +35,8 @@ def assert_identical(one: Path, other: Path) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def with_each_step(job: Make, *options: str) -> Job:
-    """A job that copies each step, however long that takes."""
+def with_frequent_snapshots(job: Make, *options: str) -> Job:
+    """A job that copies every second step, however long that takes."""
     running = job("--snapshot_overhead=100", *options)
     running.environ["TEST_SNAPSHOT_OVERHEAD"] = "1e6"
     return running
@@ -85,8 +87,8 @@ def lost_steps(running: Job, group: int) -> int:
     return max(steps_of(running, group - 1)) + 1 - min(steps_of(running, group))
 
 
-def test_killed_workers_lose_a_step_at_most_and_change_no_bit(job: Make, reference: Reference) -> None:
-    running = with_each_step(job)
+def test_killed_workers_lose_three_steps_at_most_and_change_no_bit(job: Make, reference: Reference) -> None:
+    running = with_frequent_snapshots(job)
     running.epochs, running.step_time_s = 5, 0.3
     for name in ("a", "b"):
         running.join(name, "2")
@@ -94,7 +96,7 @@ def test_killed_workers_lose_a_step_at_most_and_change_no_bit(job: Make, referen
         wait_for_middle(running, group)
         running.nodes[victim].kill_worker()
         running.wait_for_step(1, after_group=group)
-        assert lost_steps(running, group + 1) <= 1, running.log_text()
+        assert lost_steps(running, group + 1) <= MOST_LOST, running.log_text()
     running.finish()
     assert_identical(running.weights, reference(running.epochs))
     assert "from memory" in running.log_text()
@@ -106,9 +108,11 @@ def test_killed_workers_lose_a_step_at_most_and_change_no_bit(job: Make, referen
     assert len([name for name in directories if not name.startswith(".")]) == 2, "and older ones are deleted as usual"
 
 
-def test_a_lost_node_loses_a_step_at_most_and_its_successor_is_given_the_copy(job: Make, reference: Reference) -> None:
+def test_a_lost_node_loses_three_steps_at_most_and_its_successor_is_given_the_copy(
+    job: Make, reference: Reference
+) -> None:
     """Of what the lost node's rank alone had, its neighbour has the last; the spare has nothing at all."""
-    running = with_each_step(job)
+    running = with_frequent_snapshots(job)
     running.epochs, running.step_time_s = 8, 0.3
     for name in ("a", "b"):
         running.join(name, "2")
@@ -118,7 +122,7 @@ def test_a_lost_node_loses_a_step_at_most_and_its_successor_is_given_the_copy(jo
     wait_for_middle(running, 1)
     running.nodes["a"].kill()  # rank 0
     running.wait_for_step(1, after_group=1, world=2)
-    assert lost_steps(running, 2) <= 1, running.log_text()
+    assert lost_steps(running, 2) <= MOST_LOST, running.log_text()
     running.finish()
     assert_identical(running.weights, reference(running.epochs))
 
@@ -127,7 +131,7 @@ def test_a_lost_node_loses_a_step_at_most_and_its_successor_is_given_the_copy(jo
 def test_all_nodes_lost_begin_from_the_last_checkpoint_of_a_group_that_began_from_memory(
     job: Make, reference: Reference
 ) -> None:
-    running = with_each_step(job)
+    running = with_frequent_snapshots(job)
     running.epochs, running.step_time_s = 8, 0.3
     for name in ("a", "b"):
         running.join(name, "2")
@@ -155,7 +159,7 @@ def test_all_nodes_lost_begin_from_the_last_checkpoint_of_a_group_that_began_fro
 @pytest.mark.long("sibling-snapshot.txt")
 def test_a_copy_beside_the_history_does_not_win_though_it_is_further(job: Make) -> None:
     """An agent that was stopped comes back: its rank has trained on alone, far ahead of the group that followed."""
-    running = with_each_step(job, "--detect_within=8")
+    running = with_frequent_snapshots(job, "--detect_within=8")
     running.epochs, running.step_time_s = 1000, 0.02
     running.join("a", "1")
     running.wait_for_step(15)

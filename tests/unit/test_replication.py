@@ -12,7 +12,7 @@ from fake_agent import FakeAgent
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import contract, restoring
+from trainer_runtime import contract, restoring, snapshots
 from trainer_runtime import state as state_
 from trainer_runtime.contract import ControlPage
 from trainer_runtime.group_end import GroupOverError
@@ -122,6 +122,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         channel = agent.open()
         monkeypatch.setattr(state_, "open_channel", lambda: channel)
         monkeypatch.setattr(restoring, "open_replication", lambda _page: watched)
+        monkeypatch.setattr(snapshots, "world_size", lambda: 2)
         variables = {contract.RUN_ID: "us", contract.GROUP: "1", contract.CHECKPOINT_DIR: str(tmp_path)}
         variables |= {contract.SNAPSHOT_FD: str(memory), contract.SNAPSHOT_OVERHEAD: "1e9"}
         for name, value in variables.items():
