@@ -171,6 +171,9 @@ class SnapshotCopier:
         """Splits of these layouts, by the optimizers that have stepped."""
         self._newest: Capture | None = None
         self._waited_s = 0.0
+        self._began = 0.0
+        self.took_s = 0.0
+        """Seconds from the beginning of the last snapshot until it was finished."""
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._on_step))
 
@@ -181,6 +184,7 @@ class SnapshotCopier:
             begun: the copy.
             may_defer: whether what an optimizer changes is copied by a thread.
         """
+        self._began = time.monotonic()
         all_sources = [*begun.part.sources, *begun.common.sources]
         all_targets = [*begun.part.targets, *begun.common.targets]
         if not may_defer:
@@ -317,6 +321,7 @@ class SnapshotCopier:
     def _finish(self, begun: Unfinished) -> None:
         if begun.is_snapshot:
             self._memory.finish(begun)
+            self.took_s = time.monotonic() - self._began
             self._report(begun.step)
 
 

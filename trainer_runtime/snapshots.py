@@ -3,8 +3,8 @@
 The local rank 0 of every node writes what is equal on all ranks, and each rank writes its own part. The interval
 follows from the measured time for which a snapshot delays the training, such that snapshots stay within their share of
 the steps' time (`contract.SNAPSHOT_OVERHEAD`). If the share allows it, there is one after every second step (with a
-single rank, after every step). The time of the copying thread is not counted. Where other nodes are to hold the parts
-too, the interval also follows from the time that sending them takes.
+single rank, after every step). What copying and sending take from the steps that run meanwhile is measured too
+(`_Interval`). Where other nodes are to hold the parts, the interval also follows from the time that sending them takes.
 
 A rank keeps its newest two snapshots. If it replaced the older one while other ranks still copy the newer one, or parts
 of that are still on their way to other nodes, and a rank or a node was lost then, no snapshot would be complete. So
@@ -60,7 +60,7 @@ class _Period:
     began: float
     phase_time_s: float
     costs_s: list[float] = field(default_factory=list)
-    """Cost of each snapshot."""
+    """Cost of each snapshot, or of the one before with what it cost beside the steps."""
 
     def step_s(self, step: int) -> float:
         """Return the seconds that a step has taken, without snapshots and phases."""
@@ -74,6 +74,40 @@ class _Period:
         settlement it is the minimum, because the very first snapshots also allocate memory.
         """
         return min(self.costs_s) if number == 1 else statistics.median(self.costs_s)
+
+
+@dataclass(slots=True)
+class _Interval:
+    """The steps from a snapshot to the next one, in two halves.
+
+    The copying thread, and what sends the parts, may take processor time and memory bandwidth from the steps. They are
+    busy in the first half only, so it takes longer than the second one by what they cost.
+    """
+
+    step: int
+    """Of the snapshot."""
+    end: int
+    """Step of the next one."""
+    began_s: float
+    """When the steps began, on a clock that stands still in phases."""
+    halfway_s: float | None = None
+    """When the first half ended."""
+
+    @property
+    def middle(self) -> int:
+        """The last step of the first half. The snapshot's own step: there are no two halves."""
+        return self.step + (self.end - self.step) // 2
+
+    def slowdown_s(self, now_s: float) -> float:
+        """Return by how much the first half took longer, at the end of the interval; seconds."""
+        if self.halfway_s is None:
+            return 0.0
+        first, second = self.middle - self.step, self.end - self.middle
+        return (self.halfway_s - self.began_s) - (now_s - self.halfway_s) * first / second
+
+
+def _trained_s() -> float:
+    return time.monotonic() - phase_time_s()
 
 
 def _begin_period(step: int) -> _Period:
@@ -106,6 +140,7 @@ class SnapshotTaker:
         self._schedule: Schedule | None = None
         self._settled = 0
         self._period = _begin_period(0)
+        self._interval: _Interval | None = None
         self._store_error: dist.DistError | None = None
         """The error with which this rank failed to read rank 0's last schedule."""
         self._next = 0
@@ -129,6 +164,8 @@ class SnapshotTaker:
             torch.distributed.DistError: this rank, unlike others, can no longer reach the store.
         """
         is_due = step >= self._next
+        if self._interval is not None and step == self._interval.middle:
+            self._interval.halfway_s = _trained_s()
         # None while the last checkpoint is still being written.
         is_extra = is_saved and not is_due and self._next < NEVER and not self._capturer.is_leased
         capture = self._take(step, is_snapshot=is_due) if is_due or is_extra else None
@@ -138,17 +175,32 @@ class SnapshotTaker:
     def _take(self, step: int, *, is_snapshot: bool) -> Capture | None:
         if self._store_error is not None:
             raise self._store_error
+        beside_s = self._beside_s(step)
         self._capturer.settle()
         began = time.monotonic()
         capture = self._copy_state(is_snapshot=is_snapshot)
-        self._period.costs_s.append(time.monotonic() - began + self._capturer.take_waited_s())
+        self._period.costs_s.append(time.monotonic() - began + beside_s)
         if capture is None:
             self._stop()
         elif self._schedule is None or step >= self._schedule.until:
             self._settle(step)
         else:
             self._next = self._schedule.after(step)
+        if is_snapshot and self._next < NEVER:
+            self._interval = _Interval(step, self._next, _trained_s())
         return capture
+
+    def _beside_s(self, step: int) -> float:
+        """Return the seconds that the last snapshot has taken from the steps since then.
+
+        At least the training has waited for the copying thread, and at most that long and as long as the snapshot was
+        copied and sent: other differences between the halves of the interval have other causes.
+        """
+        waited_s = self._capturer.take_waited_s()
+        if self._interval is None or step != self._interval.end:
+            return waited_s
+        busy_s = self._capturer.took_s + (self._replication.took_s if self._replication is not None else 0.0)
+        return max(waited_s, min(self._interval.slowdown_s(_trained_s()), busy_s))
 
     def take_and_wait(self, step: int) -> bool:
         """Take a snapshot of a step after which all ranks are quiesced; return whether it is complete.
@@ -175,6 +227,8 @@ class SnapshotTaker:
                 self.due = self._next - 1
             else:
                 self.wait_until_sent()
+        if self._interval is not None and step < self._interval.middle:
+            self.due = min(self.due, self._interval.middle)
 
     def wait_until_sent(self) -> None:
         """Wait until the last snapshot is complete, and this rank's part of it was sent to other nodes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from itertools import accumulate, cycle
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from waiting import wait_for
 import trainer_runtime as tr
 from trainer_runtime import contract, restoring, snapshots
 from trainer_runtime import state as state_
+from trainer_runtime.capture.capturing import Capturer
 from trainer_runtime.contract import ControlPage
 from trainer_runtime.group_end import GroupOverError
 from trainer_runtime.replication import Replication, open_replication
@@ -115,7 +117,9 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     memory, agents = create_memory("test"), list[FakeAgent]()
     tr.init()
 
-    def run(steps: int, save_every: int = 1000, took_s: float = 0.0) -> tuple[FakeAgent, Watched]:
+    def run(
+        steps: int, save_every: int = 1000, took_s: float = 0.0, overhead: str = "1e9"
+    ) -> tuple[FakeAgent, Watched]:
         agent, watched = FakeAgent(), Watched()
         agents.append(agent)
         watched.took_s = took_s
@@ -124,7 +128,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setattr(restoring, "open_replication", lambda _page: watched)
         monkeypatch.setattr(snapshots, "world_size", lambda: 2)
         variables = {contract.RUN_ID: "us", contract.GROUP: "1", contract.CHECKPOINT_DIR: str(tmp_path)}
-        variables |= {contract.SNAPSHOT_FD: str(memory), contract.SNAPSHOT_OVERHEAD: "1e9"}
+        variables |= {contract.SNAPSHOT_FD: str(memory), contract.SNAPSHOT_OVERHEAD: overhead}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         watched.state = state = tr.State(best=0.0, save_every=save_every)
@@ -153,6 +157,21 @@ def test_the_interval_leaves_time_for_sending(train: Callable[..., tuple[FakeAge
     agent, watched = train(100, took_s=1e6)
     wait_for(lambda: agent.snapshots == [1, 3, 5, 7], "the first ones", BOUND_S)
     assert watched.waits == [(2, 1), (4, 3), (6, 5)]
+
+
+@pytest.mark.parametrize(("copied_s", "expected"), [(1e9, [1, 3, 5, 7]), (0.0, [*range(1, 100, 2)])])
+def test_what_copying_takes_from_the_steps_counts_as_far_as_it_lasts(
+    train: Callable[..., tuple[FakeAgent, Watched]],
+    monkeypatch: pytest.MonkeyPatch,
+    copied_s: float,
+    expected: list[int],
+) -> None:
+    """The first half of each interval takes very much longer than the other."""
+    moments = accumulate(cycle([0.0, 2e6, 1e6]))  # a snapshot, half an interval later, and before the next snapshot
+    monkeypatch.setattr(snapshots, "_trained_s", lambda: next(moments))
+    monkeypatch.setattr(Capturer, "took_s", copied_s)
+    agent, _ = train(100, overhead="1e7")
+    wait_for(lambda: agent.snapshots == expected, f"not {agent.snapshots}", BOUND_S)
 
 
 def test_a_handoff_that_leads_to_nothing_leaves_two_steps_until_the_next_snapshot(

@@ -145,6 +145,11 @@ class Capturer:
         """Return the seconds that training has waited for the copying thread since the last call."""
         return self._copier.take_waited_s()
 
+    @property
+    def took_s(self) -> float:
+        """Seconds from the beginning of the last snapshot until it was finished."""
+        return self._copier.took_s
+
     def _read_common(self) -> dict[str, Any]:
         return {
             "v": CONTENT_VERSION,
