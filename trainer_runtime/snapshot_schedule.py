@@ -4,7 +4,7 @@ A snapshot is useful only if all ranks have taken it, so all take it after the s
 at which rank 0 sets N anew. Rank 0 posts that to the rank store, and the other ranks wait for it there; the steps in
 between need no communication. A rank that can take no more snapshots proposes to stop: the first proposal holds.
 
-With several ranks, there is at least one step without a snapshot between two with one (`snapshots`).
+There is at least one step without a snapshot between two with one (`snapshots`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from trainer_runtime.snapshot_page import KEPT
 
 _OFF = "off"
-BETWEEN_AWAITED = 2
-"""Least steps between snapshots if other ranks have to complete theirs."""
+_LEAST = 2
+"""Least steps between snapshots."""
 _MOST_SNAPSHOTS = 64
 """Snapshots between two settlements; with so many, a settlement costs next to nothing."""
 _SENDING_INTERVAL = 2.0
@@ -36,34 +36,32 @@ class Schedule:
         return step + self.every - (step - self.anchor) % self.every
 
 
-def first_schedule(step: int, least: int) -> Schedule:
+def first_schedule(step: int) -> Schedule:
     """Return the schedule for the first steps, before the durations of a step and a snapshot are known.
 
     Args:
         step: step of the first snapshot.
-        least: least steps between two snapshots.
 
     The first snapshot in each slot allocates memory that later ones reuse, and is waited for as long as it takes: its
     cost shows in the cost of the next one. One more snapshot then costs what all later ones will.
     """
-    return Schedule(step, least, step + least * (KEPT + 1))
+    return Schedule(step, _LEAST, step + _LEAST * (KEPT + 1))
 
 
 def next_schedule(
-    number: int, step: int, least: int, *, cost_s: float, step_s: float, overhead: float, sending_s: float
+    number: int, step: int, *, cost_s: float, step_s: float, overhead: float, sending_s: float
 ) -> Schedule:
     """Return the next schedule.
 
     Args:
         number: number of this settlement, from 1. Settlements become rarer as the measurements become more reliable.
         step: step of the settlement.
-        least: least steps between two snapshots.
         cost_s: seconds that a snapshot usually takes.
         step_s: seconds that a step takes without a snapshot.
         overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
         sending_s: seconds until parts are sent to other nodes; 0: they are not.
     """
-    every = max(least, math.ceil(_SENDING_INTERVAL * sending_s / step_s), math.ceil(cost_s / (overhead * step_s)))
+    every = max(_LEAST, math.ceil(_SENDING_INTERVAL * sending_s / step_s), math.ceil(cost_s / (overhead * step_s)))
     return Schedule(step, every, step + every * min(2**number, _MOST_SNAPSHOTS))
 
 

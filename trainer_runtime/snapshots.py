@@ -2,9 +2,9 @@
 
 The local rank 0 of every node writes what is equal on all ranks, and each rank writes its own part. The interval
 follows from the measured time for which a snapshot delays the training, such that snapshots stay within their share of
-the steps' time (`contract.SNAPSHOT_OVERHEAD`). If the share allows it, there is one after every second step (with a
-single rank, after every step). What copying and sending take from the steps that run meanwhile is measured too
-(`_Interval`). Where other nodes are to hold the parts, the interval also follows from the time that sending them takes.
+the steps' time (`contract.SNAPSHOT_OVERHEAD`). If the share allows it, there is one after every second step. What
+copying and sending take from the steps that run meanwhile is measured too (`_Interval`). Where other nodes are to hold
+the parts, the interval also follows from the time that sending them takes.
 
 A rank keeps its newest two snapshots. If it replaced the older one while other ranks still copy the newer one, or parts
 of that are still on their way to other nodes, and a rank or a node was lost then, no snapshot would be complete. So
@@ -26,13 +26,12 @@ import torch.distributed as dist
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import limit_behind, warn
-from trainer_runtime.dist import is_main, world_size
+from trainer_runtime.dist import is_main
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import phase_time_s, runtime_phase
 from trainer_runtime.snapshot_memory import snapshot_descriptor
 from trainer_runtime.snapshot_page import KEPT
 from trainer_runtime.snapshot_schedule import (
-    BETWEEN_AWAITED,
     Schedule,
     first_schedule,
     next_schedule,
@@ -131,8 +130,6 @@ class SnapshotTaker:
         self._channel = channel
         self._messages = messages
         self._replication = replication
-        self._least = 1 if world_size() == 1 else BETWEEN_AWAITED
-        """Least steps between two snapshots."""
         self._overhead = _overhead()
         self._held_bytes = channel.restored_snapshot_bytes()
         """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
@@ -213,7 +210,7 @@ class SnapshotTaker:
             return True
         if self._next == NEVER or self._copy_state(is_snapshot=True) is None:
             return False
-        if self._schedule is not None and self._least > 1 and self._next <= step + 1:
+        if self._schedule is not None and self._next <= step + 1:
             self._next = self._schedule.after(self._next)  # if there was no change after all
         self.due = self._next
         self._capturer.settle()
@@ -222,7 +219,7 @@ class SnapshotTaker:
     def _wait_before_next(self, step: int) -> None:
         """Set `due`. If the next snapshot is due after the coming step, first wait until the last one has arrived."""
         self.due = self._next
-        if self._least > 1 and self._next < NEVER:
+        if self._next < NEVER:
             if step < self._next - 1:
                 self.due = self._next - 1
             else:
@@ -294,12 +291,11 @@ class SnapshotTaker:
 
     def _propose(self, step: int) -> Schedule:
         if self._schedule is None:
-            return first_schedule(step, self._least)
+            return first_schedule(step)
         number, period = self._settled, self._period
         return next_schedule(
             number,
             step,
-            self._least,
             cost_s=period.cost_s(number),
             step_s=period.step_s(step),
             overhead=self._overhead,

@@ -126,7 +126,6 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         channel = agent.open()
         monkeypatch.setattr(state_, "open_channel", lambda: channel)
         monkeypatch.setattr(restoring, "open_replication", lambda _page: watched)
-        monkeypatch.setattr(snapshots, "world_size", lambda: 2)
         variables = {contract.RUN_ID: "us", contract.GROUP: "1", contract.CHECKPOINT_DIR: str(tmp_path)}
         variables |= {contract.SNAPSHOT_FD: str(memory), contract.SNAPSHOT_OVERHEAD: overhead}
         for name, value in variables.items():
