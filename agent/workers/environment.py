@@ -207,7 +207,8 @@ def _defaults(slot: RankSlot) -> dict[str, str]:
         defaults["OMP_NUM_THREADS"] = "1"
     if slot.interface:
         # Found by address: after an outage, a network may come back under another interface name.
-        defaults |= {"GLOO_SOCKET_IFNAME": slot.interface, "NCCL_SOCKET_IFNAME": slot.interface}
+        # NCCL takes a plain name for a prefix: `eth1` would also choose eth10.
+        defaults |= {"GLOO_SOCKET_IFNAME": slot.interface, "NCCL_SOCKET_IFNAME": f"={slot.interface}"}
     return defaults
 
 
