@@ -50,7 +50,7 @@ def killed(how: str, world: int, base: Path) -> Memories:
     agents = [FakeAgent() for _ in range(world)]
     ranks = start(base / f"killed-{how}-{world}", agents, how, group=1, killed_after=KILLED_AFTER)
     assert ranks.codes == [1] * world, ranks.outputs
-    assert [agent.snapshots for agent in agents] == [[*range(1, KILLED_AFTER + 1)]] * world
+    assert [agent.snapshots for agent in agents] == [[*range(1, KILLED_AFTER + 1, 2)]] * world
     return ranks.memories
 
 

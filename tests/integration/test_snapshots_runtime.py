@@ -19,8 +19,8 @@ from trainer_runtime.snapshot_page import HEADER_BYTES, create_memory, read_slot
 
 JOB = Path(__file__).with_name("snapshot_job.py")
 BOUND_S = 150
-LAST = 7
-KILLED_AFTER = 4
+LAST = 9
+KILLED_AFTER = 5
 
 Memories = dict[int, int]
 
@@ -120,7 +120,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Memories:
     ranks = run(tmp_path_factory.mktemp("killed"), 1, [FakeAgent(), FakeAgent()], killed_after=KILLED_AFTER)
     assert ranks.codes == [1, 1], ranks.outputs
     assert all(KILLED_AFTER in {slot.step for slot in read_slots(memory)} for memory in ranks.memories.values())
-    assert [agent.snapshots for agent in ranks.agents] == [list(range(1, KILLED_AFTER + 1))] * 2
+    assert [agent.snapshots for agent in ranks.agents] == [list(range(1, KILLED_AFTER + 1, 2))] * 2
     return ranks.memories
 
 
@@ -184,7 +184,7 @@ def test_where_one_rank_can_take_none_the_others_soon_take_none_either(tmp_path:
     ranks = run(tmp_path, 1, both, limit={1: 1000})
     assert ranks.codes == [0, 0], ranks.outputs
     assert "no snapshots in memory: they would take" in ranks.outputs[1]
-    assert both[0].snapshots in ([1], [1, 2, 3, 4]), "no more than before the first settlement"
+    assert both[0].snapshots in ([1], [1, 3, 5, 7]), "no more than before the first settlement"
     assert both[1].snapshots == []
 
 
@@ -201,8 +201,8 @@ def test_a_rank_that_cannot_receive_the_outcome_ends_while_the_others_continue(t
     ranks = run(tmp_path / "on", 1, [FakeAgent(), FakeAgent()], cut_after=2, cut_rank=1)
     assert ranks.codes == [1, 1]
     assert "DistNetworkError" in ranks.outputs[1]
-    assert [agent.snapshots for agent in ranks.agents] == [[1, 2, 3, 4, 5], [1, 2, 3, 4]]
-    last = run(tmp_path / "last", 1, [FakeAgent(), FakeAgent()], cut_after=2, cut_rank=1, killed_after=4)
+    assert [agent.snapshots for agent in ranks.agents] == [[1, 3, 5, 7], [1, 3, 5, 7]]
+    last = run(tmp_path / "last", 1, [FakeAgent(), FakeAgent()], cut_after=2, cut_rank=1, killed_after=7)
     assert "Traceback" not in last.outputs[1], "this may have been rank 0's end after its last step"
 
 
