@@ -163,10 +163,12 @@ class SnapshotTaker:
         is_due = step >= self._next
         if self._interval is not None and step == self._interval.middle:
             self._interval.halfway_s = _trained_s()
+        if step == self._next - 1:  # before a copy is made for a checkpoint: training does not wait for that one
+            self.wait_until_sent()
         # None while the last checkpoint is still being written.
         is_extra = is_saved and not is_due and self._next < NEVER and not self._capturer.is_leased
         capture = self._take(step, is_snapshot=is_due) if is_due or is_extra else None
-        self._wait_before_next(step)
+        self._set_due(step)
         return capture
 
     def _take(self, step: int, *, is_snapshot: bool) -> Capture | None:
@@ -216,14 +218,10 @@ class SnapshotTaker:
         self._capturer.settle()
         return self._capturer.newest == step
 
-    def _wait_before_next(self, step: int) -> None:
-        """Set `due`. If the next snapshot is due after the coming step, first wait until the last one has arrived."""
+    def _set_due(self, step: int) -> None:
         self.due = self._next
-        if self._next < NEVER:
-            if step < self._next - 1:
-                self.due = self._next - 1
-            else:
-                self.wait_until_sent()
+        if step < self._next - 1 < NEVER - 1:
+            self.due = self._next - 1
         if self._interval is not None and step < self._interval.middle:
             self.due = min(self.due, self._interval.middle)
 
