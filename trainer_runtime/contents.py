@@ -16,6 +16,7 @@ from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
 from trainer_runtime.sources import is_own_loader
 from trainer_runtime.values import (
+    GivenObjects,
     RestoredMemory,
     Stateful,
     is_equal,
@@ -76,6 +77,8 @@ class Contents:
         self._whole |= {engine.name: engine for engine in self.engines}
         self.parts = Parts(self._own, modules, self._generators)
         self._outlines = {name: found for name, value in self._values.items() if (found := outline(value)) is not None}
+        self._given: GivenObjects | None = None
+        """None: the script may still change what it gives."""
         self._committed: dict[str, Any] | None = None
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
@@ -175,7 +178,7 @@ class Contents:
         saved_own = {*saved_part["objects"], *saved_part["random"]["generators"]}
         _require_same("", set(saved), {*self._whole, *self._values})
         _require_same(" for each rank", saved_own, own)
-        memory = RestoredMemory()
+        memory = RestoredMemory(self._given)
         modules = {**self.by_type(nn.Module), **{engine.name: engine.module for engine in self.engines}}
         for name, thing in self._whole.items():
             load_state(thing, saved[name])
@@ -198,6 +201,10 @@ class Contents:
                 "over with --fresh"
             )
 
+    def note_given(self) -> None:
+        """Note, once, what the script has given: from then on nothing else is restored in place."""
+        self._given = self._given or GivenObjects(self._values.values())
+
     def note_committed(self) -> None:
         """Keep a copy of what `return_to_committed` brings back."""
         self._committed = self.copy_light()
@@ -216,7 +223,9 @@ class Contents:
         engines = {engine.name: engine for engine in self.engines}
         for name in changed:
             if name in self._values:
-                self._values[name] = restore_value(name, self._values[name], committed[name], RestoredMemory())
+                self._values[name] = restore_value(
+                    name, self._values[name], committed[name], RestoredMemory(self._given)
+                )
             elif name in engines:
                 _set_options(name, engines[name].groups, committed[name]["options"])
                 if engines[name].schedule is not None:

@@ -115,6 +115,7 @@ class Restorer:
             ValueError, RuntimeError: the checkpoint does not fit the objects.
         """
         group, data, is_in_memory = self._start
+        self.contents.note_given()
         messages = open_rank_messages(group, turn)
         if data is not None:
             try:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import io
 import math
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from trainer_runtime.capture.local import is_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 _RECOMPUTED = "_checkpoint_wrapped_module"
 """The attribute under which torch's `checkpoint_wrapper` keeps the module that it wraps."""
@@ -90,14 +94,48 @@ def require_loadable(name: str, value: object) -> None:
         )
 
 
+class GivenObjects:
+    """The tensors, lists, dicts, sets and bytearrays in the values of a script as it gave them.
+
+    A script that trains on in the same process has replaced some since, by others of another shape, or by views of
+    something else: a sample of the data set, say. Nothing may be written into these.
+
+    Args:
+        values: the values.
+    """
+
+    def __init__(self, values: Iterable[object]) -> None:
+        self._found: dict[int, Callable[[], object]] = {}
+        """By identity. A tensor that was replaced is not kept for this."""
+        for value in values:
+            self._add(value)
+
+    def __contains__(self, thing: object) -> bool:
+        found = self._found.get(id(thing))
+        return found is not None and found() is thing
+
+    def _add(self, thing: object) -> None:
+        if isinstance(thing, torch.Tensor):
+            self._found[id(thing)] = weakref.ref(thing)
+        elif isinstance(thing, _FILLED):
+            self._found[id(thing)] = lambda: thing
+        if isinstance(thing, dict | list | tuple):
+            for part in thing.values() if isinstance(thing, dict) else thing:
+                self._add(part)
+
+
 class RestoredMemory:
     """What a restore has written already, so that nothing is written twice with different content.
 
     A script may give one object under several names (`[zeros] * 3`, or `best=net.state_dict()`, whose tensors are the
     model's) and replace them later. Then the checkpoint has different values for what is still one object at a restart.
+
+    Args:
+        given: what the script gave; None: all that is found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: GivenObjects | None = None) -> None:
+        self._given = given
         self._tensors: dict[int, list[torch.Tensor]] = {}
         """The tensors that were restored, by storage."""
         self._containers: dict[int, tuple[object, object]] = {}
@@ -126,6 +164,10 @@ class RestoredMemory:
                 return False
             self._add(given)
             return True
+
+    def is_given(self, thing: object) -> bool:
+        """Return whether the script gave this object, which can change in place, so that it is restored in it."""
+        return self._given is None or thing in self._given
 
     def may_fill(self, given: object, saved: object) -> bool:
         """Return whether this container was not filled yet, or with the same; note that it is filled now."""
@@ -185,7 +227,7 @@ def restore_value(path: str, given: object, saved: object, memory: RestoredMemor
     A list, dict, set, bytearray or tensor that was given to State keeps its identity, and a tensor its device, so that
     the script also reads the restored value under its own names. This holds for nested values too. A value that was
     given as anything else, None for instance, is replaced; so is an object that was restored already with another
-    content.
+    content, and one that the script did not give.
 
     Args:
         path: the value's name, for messages.
@@ -197,6 +239,9 @@ def restore_value(path: str, given: object, saved: object, memory: RestoredMemor
         ValueError: an object that can change in place was given, and the saved value has another type, or the saved
             tensor another shape or dtype.
     """
+    if isinstance(given, (torch.Tensor, *_FILLED)) and not memory.is_given(given):
+        has_device = isinstance(given, torch.Tensor) and isinstance(saved, torch.Tensor)
+        return saved.to(given.device) if has_device else saved  # type: ignore[union-attr,attr-defined] # as asked
     if isinstance(given, torch.Tensor):
         if not isinstance(saved, torch.Tensor) or (given.shape, given.dtype) != (saved.shape, saved.dtype):
             raise _other_value(path, given, saved)

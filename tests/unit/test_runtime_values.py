@@ -13,6 +13,7 @@ from flattened import written
 from torch import nn
 
 import trainer_runtime as tr
+from trainer_runtime.contents import Contents
 from trainer_runtime.flat import Flattener, unflatten
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.values import as_numbers, load_state, read_state, require_loadable
@@ -194,3 +195,29 @@ def test_what_scripts_are_made_of_comes_back(
     assert str(state) != str(read_state(target)), "else there was nothing to bring back"
     load_state(target, through(state, tmp_path))
     assert str(read_state(target)) == str(state)
+
+
+def test_only_what_the_script_gave_is_restored_in_place() -> None:
+    """A process that stays in its job restores over what it has trained with: other shapes, or views of its data."""
+    data, average, top = torch.arange(6.0).reshape(3, 2), torch.zeros(2), list[torch.Tensor]()
+    contents = Contents({"memory": None, "best": None, "hardest": None, "average": average, "top": top})
+    contents.note_given()
+
+    def train(row: int) -> None:
+        memory = contents.get("memory")
+        contents.set("memory", torch.ones(1) if memory is None else torch.cat([memory, torch.ones(1)]))
+        contents.set("hardest", data[row])
+        top[:] = [data[row]]
+        average.add_(1)
+
+    train(0)
+    saved, part = HostCopier().copy(contents.read()), contents.parts.read()
+    train(2)
+    contents.set("best", {"weight": torch.zeros(1)})
+    contents.load(saved, part)
+    assert data.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert contents.get("memory").tolist() == [1.0]
+    assert contents.get("best") is None
+    assert contents.get("hardest").tolist() == [0.0, 1.0]
+    assert (contents.get("top") is top, [each.tolist() for each in top]) == (True, [[0.0, 1.0]])
+    assert (contents.get("average") is average, average.tolist()) == (True, [1.0, 1.0])
