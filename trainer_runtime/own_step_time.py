@@ -16,6 +16,7 @@ buffers are broadcast and torch.compile traces the module, nothing is measured, 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -26,7 +27,7 @@ from trainer_runtime import phases
 from trainer_runtime.dist import open_control_page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from trainer_runtime.contract import ControlPage
 
@@ -50,17 +51,17 @@ class Stopwatch:
         for parameter in {trained[0], trained[-1]}:  # most likely, every backward pass uses one of them
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         if _sends_buffers(module):
-            module.register_forward_pre_hook(self._stop)
-            module.module.register_forward_pre_hook(self._start)
+            module.register_forward_pre_hook(_Hook(self._stop))
+            module.module.register_forward_pre_hook(_Hook(self._start))
 
-    def _stop(self, *_: object) -> None:
+    def _stop(self) -> None:
         if self._since is None:
             return
         self._own_s += time.monotonic() - self._since - (phases.phase_time_s() - self._away_s)
         self._since = None
         self._page.own_us = int(self._own_s * _US)
 
-    def _start(self, *_: object) -> None:
+    def _start(self) -> None:
         if self._has_begun:
             self._since, self._away_s = time.monotonic(), phases.phase_time_s()
 
@@ -71,6 +72,19 @@ class Stopwatch:
         self._stop()
         self._has_begun = True
         Variable._execution_engine.queue_callback(self._start)  # noqa: SLF001 - as above
+
+
+class _Hook:
+    """A hook of which copies of its module are free: those of `deepcopy`, and pickled ones, for any process."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: object) -> None:
+        self._call()
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, str]]:
+        return getattr, (nullcontext(), "__exit__")  # it takes anything and does nothing
 
 
 def watch_own_time(modules: Iterable[nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import signal
@@ -225,6 +226,25 @@ def test_own_time_is_what_a_step_takes_without_the_waiting(
     # The sum is on its way a little before the last gradient is there; long before, where this process stops between.
     waited_s = 10 * (0.1 + model.wait_s + 0.05)
     assert 10 * 0.02 <= page.own_us / 1e6 <= passed_s - 0.8 * waited_s
+
+
+def test_copies_of_a_watched_module_can_be_made_and_saved(
+    agent: FakeAgent, page: contract.ControlPage, tmp_path: Path
+) -> None:
+    """A script keeps its best model as a copy, and saves it whole."""
+    assert agent
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    state = tr.State(model=model)
+    state.restore()
+    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4))
+    before = page.own_us
+    torch.save(model.module, tmp_path / "module.pt")
+    loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+    copied = copy.deepcopy(model)
+    for each in (loaded, copied, copy.deepcopy(copied)):
+        assert each(torch.ones(2, 4)).shape == (2, 4)
+    assert page.own_us == before
 
 
 def test_without_a_ddp_module_own_time_is_unknown(agent: FakeAgent, page: contract.ControlPage) -> None:
