@@ -29,7 +29,7 @@ from trainer_runtime.dist import is_main, join_again, membership, rank, world_si
 from trainer_runtime.group_end import GroupEnd, listen_for_group_end
 from trainer_runtime.set_up import set_up
 from trainer_runtime.snapshot_memory import replace_snapshot_memory
-from trainer_runtime.wrapping import find_unusual_wrapping, wrap_again, wrapped_modules
+from trainer_runtime.wrapping import copied_modules, find_unusual_wrapping, move_copy, wrap_again, wrapped_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -258,7 +258,7 @@ def enter_group(
         RuntimeError: the ranks have not wrapped the same modules.
     """
     modules = wrapped_modules()
-    for module in modules:
+    for module in (*modules, *copied_modules()):
         module.zero_grad(set_to_none=True)  # as in a new process; they may be views of the old group's buffers
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
@@ -279,3 +279,5 @@ def enter_group(
         )
     for module in modules:
         wrap_again(module)
+    for module in copied_modules():
+        move_copy(module)

@@ -3,6 +3,10 @@
 DistributedDataParallel keeps its process group for life, and what it sends is laid out for it. So a module is wrapped
 again by `__init__`, on the same object and with the same arguments. What the script has added to it, its hooks, and its
 `training` flag are put back.
+
+A copy of such a module, by `deepcopy` or in an `AveragedModel`, keeps the process group too, and was not made by
+`__init__`. It is brought into the new group as torch does it when a copy is made, which is not collective: some ranks
+may have copies that others do not have.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ _FOREIGN = ("process_group", "device_mesh", "mixed_precision", "delay_all_reduce
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
 
 
+_OF_GROUP = ("process_group", "reducer", "logger")
+"""Attributes of DistributedDataParallel that a copy gets anew."""
 _REGISTERS = ("_modules", "_parameters", "_buffers")
 
 
@@ -38,6 +44,10 @@ class _Wrapping:
 
 _wrapped: WeakKeyDictionary[DistributedDataParallel, _Wrapping] = WeakKeyDictionary()
 """The modules that are wrapped, in the order in which they were."""
+
+
+_copies: WeakKeyDictionary[DistributedDataParallel, tuple[bool, ...]] = WeakKeyDictionary()
+"""The modules that were made as copies of others, and whether each parameter was to be trained."""
 
 
 def _flags(module: nn.Module) -> tuple[bool, ...]:
@@ -65,11 +75,24 @@ def record_wrapping() -> None:
         _wrapped[self] = _Wrapping(given, named, attributes, _flags(module))
 
     DistributedDataParallel.__init__ = wrap_and_record  # type: ignore[method-assign]
+    copy = DistributedDataParallel.__setstate__
+
+    @functools.wraps(copy)
+    def copy_and_record(self: DistributedDataParallel, state: dict[str, Any]) -> None:
+        copy(self, state)  # type: ignore[no-untyped-call]
+        _copies[self] = _flags(self.module)
+
+    DistributedDataParallel.__setstate__ = copy_and_record  # type: ignore[method-assign]
 
 
 def wrapped_modules() -> list[DistributedDataParallel]:
     """Return the modules that are wrapped, in the order in which they were."""
     return list(_wrapped)
+
+
+def copied_modules() -> list[DistributedDataParallel]:
+    """Return the modules that are copies of wrapped ones."""
+    return list(_copies)
 
 
 def find_unusual_wrapping() -> str:
@@ -101,3 +124,16 @@ def wrap_again(module: DistributedDataParallel) -> None:
         vars(module)[name].update(register)
     module._non_persistent_buffers_set.update(transient)  # noqa: SLF001 - as above
     module.training = is_training
+
+
+def move_copy(module: DistributedDataParallel) -> None:
+    """Bring a copy of a wrapped module into the present process group; not a collective."""
+    state = {name: value for name, value in vars(module).items() if name not in _OF_GROUP}
+    if module.static_graph:
+        state["_static_graph_delay_allreduce_enqueued"] = False  # as in a new module: it is so in each first step
+    frozen = _flags(module.module)
+    _set_flags(module.module, _copies[module])
+    try:
+        module.__setstate__(state)  # type: ignore[no-untyped-call]
+    finally:
+        _set_flags(module.module, frozen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import threading
@@ -153,6 +154,28 @@ def test_a_module_whose_parameters_are_frozen_is_wrapped_as_it_was() -> None:
     module.requires_grad_(True)
     module(torch.ones(1, 2)).sum().backward()
     assert module.module.weight.grad is not None
+
+
+@pytest.mark.usefixtures("world")
+def test_a_copy_of_a_wrapped_module_moves_too() -> None:
+    """An AveragedModel of one, or the best one so far: it would go on in the group that it was copied in."""
+    module = DistributedDataParallel(nn.Linear(2, 1), static_graph=True)
+    copied = copy.deepcopy(module)
+    copied.requires_grad_(False)
+    weight = copied.module.weight
+    for _ in range(2):
+        reducer = copied.reducer
+        enter_group({}, [], lambda: None)
+        assert copied.process_group is dist.group.WORLD
+        assert copied.reducer is not reducer
+        assert copied.module.weight is weight
+        assert not weight.requires_grad
+        weight.requires_grad_(True)
+        copied(torch.ones(1, 2)).sum().backward()
+        assert weight.grad is not None
+        weight.requires_grad_(False)
+    weight.requires_grad_(True)
+    assert copy.deepcopy(copied).process_group is dist.group.WORLD
 
 
 class Headed(DistributedDataParallel):
