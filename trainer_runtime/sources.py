@@ -107,10 +107,10 @@ class Sources:
         yield from self._draw_in_group(items, named, before)
         while self._moves != moves:
             moves = self._moves
-            yield from self._draw_in_group(items, named, {})
+            yield from self._draw_in_group(items, named, {}, has_moved=True)
 
     def _draw_in_group(
-        self, items: Iterable[Item], named: object | None, before: dict[str, bytes | None]
+        self, items: Iterable[Item], named: object | None, before: dict[str, bytes | None], *, has_moved: bool = False
     ) -> Iterator[Item]:
         pos, epoch, moves = self._pos, self._pos.epoch, self._moves
         places = {loader: loader.state_dict() for loader in self._loaders} if named is None and pos.items else {}
@@ -128,7 +128,7 @@ class Sources:
                 _drop(iterator, pos, type(items).__name__, own_place if pos.is_resized else {})
                 _warn_of_other_place(places)
             if pos.items:
-                self._return_to_committed()
+                self._return_to_committed(has_moved=has_moved)
             pos.drawn = pos.items
             item = next(iterator, _END)
         pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)
@@ -273,13 +273,23 @@ class Sources:
                     "from loader.endless() to continue, or delete the iterator (del) before save() to begin anew"
                 )
 
-    def _return_to_committed(self) -> None:
-        """Undo what the epoch's body, which has begun again, did to the state before its steps."""
-        changed = self._contents.return_to_committed()
-        if changed and is_main():
+    def _return_to_committed(self, *, has_moved: bool) -> None:
+        """Undo what was done to the state since the commit that was restored.
+
+        Args:
+            has_moved: it was done by the code after `commit`, in which this process has entered another group; else by
+                the epoch's body, which has begun again.
+        """
+        changed = ", ".join(self._contents.return_to_committed())
+        if changed and has_moved and is_main():
             warn(
-                f"the body of epoch {self._pos.epoch} changed State's {', '.join(changed)} before state.steps(), as it "
-                "had done before the restart; the committed state is kept"
+                f"State's {changed} changed between commit() and the next item, as the group changed: the change is "
+                "left out, because that code runs only on nodes that stay. Change it before commit()"
+            )
+        elif changed and is_main():
+            warn(
+                f"the body of epoch {self._pos.epoch} changed State's {changed} before state.steps(), as it had done "
+                "before the restart; the committed state is kept"
             )
         self._contents.parts.restore_random_states()
 

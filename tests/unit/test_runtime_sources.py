@@ -533,3 +533,21 @@ def test_in_another_world_a_wrapped_loader_goes_on_at_the_committed_sample(
         state.save()
     assert sorted(drawn) == [*range(12)]
     assert "the samples between" not in capsys.readouterr().err
+
+
+def test_what_a_script_changes_after_the_commit_in_which_it_has_moved_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not the epoch's body that has changed it."""
+    state = tr.State(checkpoint_dir=tmp_path, best=0)
+    for _ in state.epochs(1):
+        for item in state.steps(range(3)):
+            state.commit()
+            if item == 1:
+                state._contents.note_committed()  # as when a group is entered
+                state._sources.on_move()
+                state.best = 5
+    assert state.best == 0
+    said = capsys.readouterr().err
+    assert "State's best changed between commit() and the next item, as the group changed" in said
+    assert "the body of epoch" not in said
