@@ -20,6 +20,8 @@ from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.rank_messages import NoMessageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainer_runtime.rank_messages import RankMessages
 
 WITHIN_S = 60.0
@@ -41,10 +43,14 @@ class Exchange:
         messages: a connection for this object alone: on rank 0 a thread waits on it.
         rank: this rank.
         world_size: number of ranks.
+        is_over: whether the group is known to be over, so that nobody hands over anything any more.
     """
 
-    def __init__(self, messages: RankMessages, rank: int, world_size: int) -> None:
+    def __init__(
+        self, messages: RankMessages, rank: int, world_size: int, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
         self._messages = messages
+        self._is_over = is_over
         self._rank = rank
         self._others = range(1, world_size)
         self._at = NOT_SAVED
@@ -76,7 +82,7 @@ class Exchange:
             where: the line of the script at which this rank began the save, for the warning.
 
         Raises:
-            NoMessageError: a rank did not hand over its part within `WITHIN_S`.
+            NoMessageError: a rank did not hand over its part within `WITHIN_S`, or before the group was over.
         """
         if self._at != at:
             self._at, self._taken = at, {}
@@ -99,6 +105,8 @@ class Exchange:
         ]:
             waited_s = time.monotonic() - began_at
             which = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} have"
+            if self._is_over():
+                raise NoMessageError(f"{which} not committed it, and the group is over")
             if waited_s >= WITHIN_S:
                 raise NoMessageError(f"{which} not committed it within {WITHIN_S:g} s")
             if waited_s >= WARN_AFTER_S and not has_warned:

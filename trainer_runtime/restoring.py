@@ -84,6 +84,8 @@ class Restorer:
     lr_scaling: LrScaling | None
     save_hooks: Sequence[Callable[[Path], object]]
     load_hooks: Sequence[Callable[[Path], object]]
+    is_over: Callable[[], bool]
+    """Whether the agent has said that the group is over."""
     _opener: DirectoryOpener = field(init=False)
     _start: Shared = field(init=False)
 
@@ -151,7 +153,9 @@ class Restorer:
             capturer=capturer,
             pos=self.pos,
             # On rank 0 a thread waits on it, so it needs a connection of its own.
-            exchange=Exchange(open_rank_messages(group, turn) if is_main() else messages, rank(), world_size()),
+            exchange=Exchange(
+                open_rank_messages(group, turn) if is_main() else messages, rank(), world_size(), self.is_over
+            ),
             writer=self._opener.writer,
             hooks=self.save_hooks,
             shards=shards,

@@ -261,6 +261,7 @@ class State:
             lr_scaling=self._lr_scaling,
             save_hooks=self._save_hooks,
             load_hooks=self._load_hooks,
+            is_over=lambda: self._regroup.is_over,
         )
         self._group = restorer.open()
         restored = restorer.load(turn=turn)

@@ -101,6 +101,16 @@ def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_t
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)], "nobody hands over twice"
 
 
+def test_once_the_group_is_over_nobody_is_waited_for(server: dist.TCPStore) -> None:
+    """State.save() waits here: a rank that keeps its process must leave it to enter the next group."""
+    over = threading.Event()
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=BOUND_S))
+    main = Exchange(RankMessages(store, "test/"), 0, 2, over.is_set)
+    threading.Timer(0.2, over.set).start()
+    with pytest.raises(NoMessageError, match="rank 1 has not committed it, and the group is over"):
+        main.collect((10, 0))
+
+
 def test_nobody_hands_over_twice_at_a_second_attempt(ranks: list[Exchange], server: dist.TCPStore) -> None:
     """Rank 0 may just be reading what there is."""
     empty = server.num_keys()
