@@ -238,9 +238,7 @@ def find_obstacle(optimizers: Iterable[object]) -> str:
     optim = sys.modules.get("torch.distributed.optim")  # not imported: no optimizer is one
     if optim is not None and any(isinstance(each, optim.ZeroRedundancyOptimizer) for each in optimizers):
         return "ZeroRedundancyOptimizer divides its state among the ranks of one group"
-    if set_up.samplers:
-        return "a DistributedSampler keeps the rank and the world size that it was made with; use tr.DataLoader"
-    return find_unusual_wrapping()
+    return set_up.find_obstacle() or find_unusual_wrapping()
 
 
 def enter_group(

@@ -39,7 +39,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
     start_without_agent(monkeypatch)
-    set_up.read_at = ""
+    set_up.read_at = set_up.group_taken_at = ""
     set_up.samplers.clear()
     tr.init()
     yield
@@ -214,6 +214,22 @@ def test_what_cannot_be_moved_is_named() -> None:
     assert "process groups of its own" in find_obstacle([])
     dist.destroy_process_group(own)
     assert find_obstacle([]) == ""
+
+
+@pytest.mark.usefixtures("world")
+def test_a_set_up_that_takes_the_process_group_is_an_obstacle() -> None:
+    """It is another one in the next group, and in a process that sets up alone a group of one, without an error."""
+    DistributedDataParallel(nn.Linear(2, 1))
+    dist.barrier()
+    assert find_obstacle([]) == "", "torch's own functions take it each time"
+    with set_up.paused():
+        assert dist.group.WORLD
+    assert find_obstacle([]) == "", "what is called in each group may take it"
+    group = dist.group.WORLD
+    assert "takes dist.group.WORLD at test_runtime_regroup.py:" in find_obstacle([])
+    set_up.end()
+    assert dist.GroupMember.WORLD is group
+    assert type(dist.group).WORLD.fget.__module__ == dist.distributed_c10d.__name__, "torch's own again"
 
 
 @pytest.mark.usefixtures("world")
