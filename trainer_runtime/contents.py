@@ -202,8 +202,9 @@ class Contents:
             )
 
     def note_given(self) -> None:
-        """Note, once, what the script has given: from then on nothing else is restored in place."""
+        """Call before each restore. The first call notes what the script gave: nothing else is restored in place."""
         self._given = self._given or GivenObjects(self._values.values())
+        self.parts.note_given()
 
     def note_committed(self) -> None:
         """Keep a copy of what `return_to_committed` brings back."""

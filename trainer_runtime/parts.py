@@ -8,6 +8,7 @@ the modules), random states are derived, and per-rank objects are loaded by the 
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,8 +61,18 @@ class Parts:
         self._objects = objects
         self._modules = modules
         self._random = RandomStates(generators)
+        self._given: dict[str, dict[str, Any]] | None = None
+        """The states of the objects as the script made them. None: they are not known yet."""
+        self._are_restored = False
+        """The objects may have other states by now."""
         self._epoch_began: dict[str, Any] | None = None
         self._restored: dict[str, Any] | None = None
+
+    def note_given(self) -> None:
+        """Call before each restore. The first call keeps the objects' states as the script made them."""
+        self._are_restored = self._given is not None
+        if self._given is None:
+            self._given = {name: copy.deepcopy(read_state(thing)) for name, thing in self._objects.items()}
 
     def read(self) -> dict[str, Any]:
         """Return this rank's part in its present state."""
@@ -90,8 +101,9 @@ class Parts:
             step: restored step, which enters that derivation together with the rank.
         """
         if rank < len(parts):
-            for name, thing in self._objects.items():
-                load_state(thing, parts[rank]["objects"][name])
+            self._load_objects(parts[rank]["objects"])
+        elif self._are_restored and self._given is not None:  # this process was in a larger group
+            self._load_objects(copy.deepcopy(self._given))
         if len(parts) == world_size:
             self._load_statistics(parts[rank]["buffers"])
             self._random.load(parts[rank]["random"])
@@ -118,6 +130,10 @@ class Parts:
         """Set the random states of the restored step once more, after drawing the committed items has changed them."""
         if self._restored is not None:
             self._random.load(self._restored)
+
+    def _load_objects(self, saved: dict[str, dict[str, Any]]) -> None:
+        for name, thing in self._objects.items():
+            load_state(thing, saved[name])
 
     def _load_statistics(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:
         with torch.no_grad():

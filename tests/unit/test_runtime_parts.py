@@ -151,6 +151,20 @@ def test_a_per_rank_object_comes_back_to_its_rank(
     assert capsys.readouterr().err == (f"trainer_runtime: {said}\n" if said else "")
 
 
+def test_a_process_that_is_new_in_an_older_state_begins_as_the_script_made_it() -> None:
+    """It has trained as rank 1, and its group goes on from a state of one rank."""
+    counter = Counter(7)
+    mine = Contents({"counter": tr.PerRank(counter)})
+    alone = of_ranks(lambda rank: Contents({"counter": tr.PerRank(Counter(100 + rank))}), 1)
+    mine.note_given()
+    mine.parts.load(alone, 1, 2, seed=0, step=0)
+    assert counter.at == 7
+    counter.at = 50
+    mine.note_given()
+    mine.parts.load(alone, 1, 2, seed=0, step=0)
+    assert counter.at == 7
+
+
 def test_a_generator_is_each_ranks_own_and_derived_after_a_resize() -> None:
     def make(rank: int) -> Contents:
         return Contents({"chance": torch.Generator().manual_seed(rank)})
