@@ -80,13 +80,14 @@ def test_a_node_with_a_disk_of_its_own_saves_there(job: Make) -> None:
     assert running.nodes[left].wait(PATIENCE_S) == 0
     saved = committed(running)
     assert saved is not None
-    assert (saved.node, saved.copy.step) == (left, STEPS), running.log_text()
+    assert saved.node == left, running.log_text()
+    assert 30 < saved.copy.step <= STEPS, running.log_text()
     assert (running.directory / f"disk-{left}" / saved.name).is_dir()
     (running.directory / "hurry").touch()
     for name in ("a", "b"):
         running.start(name, "2", command)
     running.finish()
-    assert f"resumed at step {STEPS} from {running.directory}/disk-{left}" in running.log_text()
+    assert f"resumed at step {saved.copy.step} from {running.directory}/disk-{left}" in running.log_text()
 
 
 def rank_0_of(job: Job) -> str:
