@@ -133,7 +133,7 @@ class Regrouping:
         if not why_not and any(each not in self._wrapped for each in wrapped_modules()):
             why_not = "a module was wrapped in DistributedDataParallel within state.run(): wrap it before"
         can_move = not why_not and sources.can_move
-        if self._can_move is None and set_up.read_at and is_main():
+        if can_move and self._can_move is None and set_up.read_at and is_main():
             warn(
                 f"state.run(): the script asks for its rank, the world size or what follows from it at "
                 f"{set_up.read_at}, before its steps: "

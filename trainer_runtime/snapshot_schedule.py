@@ -19,8 +19,8 @@ _LEAST = 2
 """Least steps between snapshots."""
 _MOST_SNAPSHOTS = 64
 """Snapshots between two settlements; with so many, a settlement costs next to nothing."""
-_SENDING_INTERVAL = 2.0
-"""The interval of snapshots, as a multiple of the time in which another node gets a part: none waits for the last."""
+_LEAST_INTERVAL = 2.0
+"""The interval of snapshots, as a multiple of the time until one is complete and sent: none waits for the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,7 @@ def first_schedule(step: int) -> Schedule:
     return Schedule(step, _LEAST, step + _LEAST * (KEPT + 1))
 
 
-def next_schedule(
-    number: int, step: int, *, cost_s: float, step_s: float, overhead: float, sending_s: float
-) -> Schedule:
+def next_schedule(number: int, step: int, *, cost_s: float, step_s: float, overhead: float, busy_s: float) -> Schedule:
     """Return the next schedule.
 
     Args:
@@ -59,9 +57,9 @@ def next_schedule(
         cost_s: seconds that a snapshot usually takes.
         step_s: seconds that a step takes without a snapshot.
         overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
-        sending_s: seconds until parts are sent to other nodes; 0: they are not.
+        busy_s: seconds until a snapshot is complete, and its part sent to other nodes if there are any.
     """
-    every = max(_LEAST, math.ceil(_SENDING_INTERVAL * sending_s / step_s), math.ceil(cost_s / (overhead * step_s)))
+    every = max(_LEAST, math.ceil(_LEAST_INTERVAL * busy_s / step_s), math.ceil(cost_s / (overhead * step_s)))
     return Schedule(step, every, step + every * min(2**number, _MOST_SNAPSHOTS))
 
 

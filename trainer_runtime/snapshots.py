@@ -3,8 +3,8 @@
 The local rank 0 of every node writes what is equal on all ranks, and each rank writes its own part. The interval
 follows from the measured time for which a snapshot delays the training, such that snapshots stay within their share of
 the steps' time (`contract.SNAPSHOT_OVERHEAD`). If the share allows it, there is one after every second step. What
-copying and sending take from the steps that run meanwhile is measured too (`_Interval`). Where other nodes are to hold
-the parts, the interval also follows from the time that sending them takes.
+copying and sending take from the steps that run meanwhile is measured too (`_Interval`). The interval is also at least
+twice as long as copying and sending take.
 
 A rank keeps its newest two snapshots. If it replaced the older one while other ranks still copy the newer one, or parts
 of that are still on their way to other nodes, and a rank or a node was lost then, no snapshot would be complete. So
@@ -189,6 +189,11 @@ class SnapshotTaker:
             self._interval = _Interval(step, self._next, _trained_s())
         return capture
 
+    @property
+    def _busy_s(self) -> float:
+        """Seconds from the beginning of the last snapshot until it was complete, and its part sent."""
+        return self._capturer.took_s + (0.0 if self._replication is None else self._replication.took_s)
+
     def _beside_s(self, step: int) -> float:
         """Return the seconds that the last snapshot has taken from the steps since then.
 
@@ -198,8 +203,7 @@ class SnapshotTaker:
         waited_s = self._capturer.take_waited_s()
         if self._interval is None or step != self._interval.end:
             return waited_s
-        busy_s = self._capturer.took_s + (self._replication.took_s if self._replication is not None else 0.0)
-        return max(waited_s, min(self._interval.slowdown_s(_trained_s()), busy_s))
+        return max(waited_s, min(self._interval.slowdown_s(_trained_s()), self._busy_s))
 
     def take_and_wait(self, step: int) -> bool:
         """Take a snapshot of a step after which all ranks are quiesced; return whether it is complete.
@@ -297,7 +301,7 @@ class SnapshotTaker:
             cost_s=period.cost_s(number),
             step_s=period.step_s(step),
             overhead=self._overhead,
-            sending_s=0.0 if self._replication is None else self._replication.took_s,
+            busy_s=self._busy_s,
         )
 
     def _stop(self) -> None:

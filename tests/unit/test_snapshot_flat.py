@@ -163,8 +163,8 @@ def test_a_schedule_is_the_same_on_all_ranks_and_ends_as_defined() -> None:
     assert first_schedule(5) == Schedule(5, 2, 7 + 2 * KEPT)
 
 
-def settle(number: int, step: int, *, cost_s: float = 0.0, sending_s: float = 0.0) -> Schedule:
-    return next_schedule(number, step, cost_s=cost_s, step_s=1.0, overhead=0.01, sending_s=sending_s)
+def settle(number: int, step: int, *, cost_s: float = 0.0, busy_s: float = 0.0) -> Schedule:
+    return next_schedule(number, step, cost_s=cost_s, step_s=1.0, overhead=0.01, busy_s=busy_s)
 
 
 @pytest.mark.parametrize(("cost_s", "every"), [(0.0, 2), (0.02, 2), (0.0201, 3), (0.1, 10), (7.0, 700)])
@@ -172,9 +172,9 @@ def test_what_a_snapshot_takes_stays_below_the_share_allowed(cost_s: float, ever
     assert settle(1, 100, cost_s=cost_s) == Schedule(100, every, 100 + 2 * every)
 
 
-@pytest.mark.parametrize(("sending_s", "every"), [(0.0, 2), (0.9, 2), (1.1, 3), (10.0, 20)])
-def test_parts_were_sent_in_half_of_the_interval(sending_s: float, every: int) -> None:
-    assert settle(1, 100, sending_s=sending_s) == Schedule(100, every, 100 + 2 * every)
+@pytest.mark.parametrize(("busy_s", "every"), [(0.0, 2), (0.9, 2), (1.1, 3), (10.0, 20)])
+def test_parts_were_sent_in_half_of_the_interval(busy_s: float, every: int) -> None:
+    assert settle(1, 100, busy_s=busy_s) == Schedule(100, every, 100 + 2 * every)
 
 
 def test_what_is_measured_is_settled_more_and_more_rarely() -> None:

@@ -23,6 +23,7 @@ import trainer_runtime as tr
 from trainer_runtime import contract, snapshots
 from trainer_runtime import state as state_
 from trainer_runtime.agent_channel import boot_time
+from trainer_runtime.capture.capturing import Capturer
 from trainer_runtime.flat import unflatten
 from trainer_runtime.snapshot_page import HEADER_BYTES, Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule
@@ -59,6 +60,7 @@ def start(tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch) -> Itera
             monkeypatch.setenv(name, value)
         return agents[-1]
 
+    monkeypatch.setattr(Capturer, "took_s", 0.0)  # else the interval would follow from it: steps take no time
     for name in (contract.FRESH, contract.CONTROL_FD, contract.SNAPSHOT_MEMORY, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     tr.init()
