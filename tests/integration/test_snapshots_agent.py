@@ -61,7 +61,7 @@ def snap(step):
         memory[at:at + len(common + part)] = common + part
         page.empty_slot(memory, seq % 2)
         page.fill_slot(memory, seq % 2, page.Slot(seq, step, 3, at, len(common), 1, at + len(common), len(part), 2))
-    say(snapshot={"step": step})
+    say(snapshot={"step": step, "at_s": 0.5})
 def read_memory():
     say(ask="restore_point")
     answer, fds = receive()
@@ -292,7 +292,8 @@ def test_ranks_quiesced_at_other_steps_or_handoffs_are_not_posted(bench: Bench, 
     """The third rank is at another step, or is quiesced for another handoff."""
     last = word if "4" in word else "{'handoff': 3, 'step': 6}"
     bench.start(
-        f"snap(5); say(quiesced={last} if rank == 2 else {{'handoff': 3, 'step': 5}}); say(snapshot={{'step': 9}})",
+        f"snap(5); say(quiesced={last} if rank == 2 else {{'handoff': 3, 'step': 5}}); "
+        "say(snapshot={'step': 9, 'at_s': 0.5})",
         ranks=3,
     )
     bench.end(3)
