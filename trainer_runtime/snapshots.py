@@ -181,11 +181,11 @@ class SnapshotTaker:
         self._period.costs_s.append(time.monotonic() - began + beside_s)
         if capture is None:
             self._stop()
-        elif self._schedule is None or step >= self._schedule.until:
-            self._settle(step)
-        else:
-            self._next = self._schedule.after(step)
-        if is_snapshot and self._next < NEVER:
+        elif is_snapshot:
+            if self._schedule is None or step >= self._schedule.until:
+                self._settle(step)
+            else:
+                self._next = self._schedule.after(step)
             self._interval = _Interval(step, self._next, _trained_s())
         return capture
 
@@ -223,9 +223,10 @@ class SnapshotTaker:
         return self._capturer.newest == step
 
     def _set_due(self, step: int) -> None:
-        self.due = self._next
-        if step < self._next - 1 < NEVER - 1:
-            self.due = self._next - 1
+        if self._next == NEVER:
+            self.due = NEVER
+            return
+        self.due = self._next if step == self._next - 1 else self._next - 1
         if self._interval is not None and step < self._interval.middle:
             self.due = min(self.due, self._interval.middle)
 
