@@ -32,8 +32,7 @@ KEPT = 2
 """Slots that are in use while no checkpoint is written."""
 
 LINK_PART_BYTES = 1 << 20
-"""Largest part that agents send over the links between them. For larger ones they open a stream of its own; a rank
-that has one waits until the agent is done with it, before the step after which it takes the next snapshot."""
+"""Largest part that agents send over the links between them. For larger ones they open a stream of its own."""
 
 _U64 = struct.Struct("<Q")
 
