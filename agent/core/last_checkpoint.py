@@ -7,6 +7,9 @@ from its own copy, once its workers are gone, and leaves when that checkpoint is
 leading agent, which knows who stays; or else, after the group was replaced by one without members, the agent of rank 0.
 If they are two, the fence lets one of the checkpoints through.
 
+An agent also saves its own copy when the leader has named it in the restore point, before a job is stopped
+(`stopping.py`).
+
 It commits through the fence, like a rank. This is possible while the group that made the steps is current, and after it
 was replaced by a group without members, since then nobody has gone on from another state.
 """
@@ -31,7 +34,9 @@ _COMMIT_LEASES = 2.0
 def decide(state: AgentState, now: float) -> fx.SaveSnapshot | None:
     """Return the order to save what this agent's memory holds. None: there is nothing to save, or not yet."""
     view, cached = state.view, state.cached
-    if state.saving is not None or state.workers.is_alive or not _is_view_current(state) or not _may_save(state, now):
+    if state.saving is not None or state.workers.is_alive or not _is_view_current(state):
+        return None
+    if not _is_named(state) and not _may_save(state, now):
         return None
     assert view is not None and cached is not None  # noqa: S101, PT018 - checked above, as the next line
     assert view.group is not None and view.restore_point is not None  # noqa: S101, PT018
@@ -41,6 +46,14 @@ def decide(state: AgentState, now: float) -> fx.SaveSnapshot | None:
     if copy is None or (committed is not None and copy == committed.copy):
         return None
     return fx.SaveSnapshot(copy, view.group.value.number, committed)
+
+
+def has_failed(state: AgentState, now: float) -> bool:
+    """Whether this agent was asked to save what its memory holds before the job is stopped, and could not."""
+    if state.saving is None or not _is_named(state):
+        return False
+    until = give_up_at(state)
+    return state.is_save_over or (until is not None and now >= until)
 
 
 def is_awaited(state: AgentState, now: float) -> bool:
@@ -63,6 +76,15 @@ def give_up_at(state: AgentState) -> float | None:
     if state.asked is None or state.asked.checkpoint.copy != state.saving:
         return state.saving_since + _WRITE_WITHIN_S
     return state.asked_at + _COMMIT_LEASES * state.policy.lease_ttl_s
+
+
+def _is_named(state: AgentState) -> bool:
+    """Whether the leader has asked this agent to save, before the job is stopped."""
+    view = state.view
+    if view is None or view.group is None or view.restore_point is None or view.result is not None:
+        return False
+    restore_point = view.restore_point.value
+    return restore_point.group == view.group.value.number and restore_point.saver == state.identity
 
 
 def _is_view_current(state: AgentState) -> bool:

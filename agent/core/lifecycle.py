@@ -32,7 +32,7 @@ from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
 from agent.core.reasons import UnsavedSteps
 from agent.core.state import AgentState
-from agent.core.transitions import due_status
+from agent.core.transitions import due_before_stop, due_status
 from agent.core.view import ClusterView
 
 _CAMPAIGN_STEP_S = 0.002
@@ -150,7 +150,8 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
 def _may_wait(state: AgentState, spec: Spec) -> bool:
     """Whether processes of this node, which is no member, may set up the script and wait until they are let in."""
     is_asked_to_leave = state.leaving is not None or state.drain_until is not None
-    return spec.in_place and not is_asked_to_leave and state.node_id not in spec.excluded and not state.health
+    is_wanted = not spec.stopped_by and not is_asked_to_leave and state.node_id not in spec.excluded
+    return spec.in_place and is_wanted and not state.health
 
 
 def _as_member(state: AgentState, group: Group, spec: Spec) -> Group | None:
@@ -264,11 +265,21 @@ def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     return (
         _spec_effect(state, view)
         or _place_effect(state, now)
-        or due_status(state.status, state.workers, state.observed, state.copies, view, state.identity, now)
+        or _status_effect(state, view, now)
         or _neighbours_effect(state, view, now)
         or _commit_effect(state, now)
         or _leader_effect(state, view, now)
     )
+
+
+def _status_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:
+    group = view.group
+    if group is None or group.value.members or view.spec is None or not view.spec.value.stopped_by:
+        return due_status(state.status, state.workers, state.observed, state.copies, view, state.identity, now)
+    if state.workers.is_alive or state.registered is None:  # until then another agent may hold its node id
+        return None
+    has_failed = last_checkpoint.has_failed(state, now)
+    return due_before_stop(state.status, group, state.copies, state.identity, has_failed_to_save=has_failed)
 
 
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:

@@ -6,7 +6,8 @@ part is absent until there is something to report. Nothing that was reported is 
 - `inventory` and `exit` do not change once they are in the record;
 - `transition` gets the times of the first step added, and `can_move` is set with them;
 - `quiesced` is replaced by that of a later handoff;
-- `stall` is replaced as the stall goes on, and by one of stage `over` when it ends.
+- `stall` is replaced as the stall goes on, and by one of stage `over` when it ends;
+- `has_failed_to_save` is set once.
 
 A write compares the revision of the record that it was built on. So an earlier write whose answer was lost, and that
 lands late, is refused instead of undoing a later one.
@@ -22,7 +23,10 @@ from agent.core.model import ExitReport, Identity, Inventory, MemberRecord, Quie
 
 
 class MemberStatus(MemberRecord, frozen=True, kw_only=True):
-    """What one member reports about one group. Not bound to a lease: it outlives its agent."""
+    """What one member reports about one group. Not bound to a lease: it outlives its agent.
+
+    Of a group without members, every node reports what it holds, if the job is to be stopped.
+    """
 
     group: Count
     inventory: Inventory | None = None
@@ -37,6 +41,8 @@ class MemberStatus(MemberRecord, frozen=True, kw_only=True):
     """Its ranks make no step. None: they never stalled in this group."""
     exit: ExitReport | None = None
     """How its workers ended. None: they run."""
+    has_failed_to_save: bool = False
+    """It was asked to save what its memory holds, and could not."""
 
     def __post_init__(self) -> None:
         """Refuse parts that are about another group or member."""

@@ -352,6 +352,9 @@ class RestorePoint(Record, frozen=True, kw_only=True):
     """The restore points back to the committed checkpoint, oldest first. Copies of a group count up to this step."""
     checkpoint: Checkpoint | None
     """The committed checkpoint. None: a checkpoint of an older run may be adopted."""
+    saver: Identity | None = None
+    """The agent that saves the copy from its memory, in a group without members before the job is stopped. None: no
+    agent is asked to."""
 
 
 class HandoffRequest(Record, frozen=True, kw_only=True):

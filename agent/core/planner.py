@@ -37,6 +37,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - Once a member has finished, no planned change disturbs the others. While the job is paused, no
   group is formed, unless etcd has lost its data.
 - Before a planned change (join, scale, drain) the ranks of the group stop after the same step (`handoff.py`).
+- After an operator has asked for the job to end, what its ranks or the agents' memory have is saved first
+  (`stopping.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,6 @@ from agent.core.budget import EARLY_S, FailureCount, agent_exit_code, back_off_s
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
-from agent.core.gathering import Gathering
 from agent.core.handoff import PlannedChange, are_ranks_quiesced, can_hand_off
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
 from agent.core.model import CachedRecords, Cause, Failure, Group, Identity, Member, Policy, Stored
@@ -73,6 +74,7 @@ from agent.core.reasons import (
     Waiting,
     WorkersFailed,
 )
+from agent.core.stopping import Stopping
 from agent.core.view import ClusterView
 from agent.errors import EXIT_BUDGET
 from trainer_runtime.contract import EXIT_NO_RESTART
@@ -163,18 +165,8 @@ def _members_in(group: Group, who: Iterable[Identity]) -> list[Member]:
     return [group.members[rank] for rank in ranks]
 
 
-class _Planner(Gathering):
+class _Planner(Stopping):
     """Chooses among the proposals."""
-
-    def stop(self) -> Plan:
-        """End the job for an operator, once a group that trains has saved its state."""
-        group, reason = self.group, Requested(what="stop", by=self.spec.stopped_by)
-        is_whole = group is not None and not self._unfit_members(group)
-        if group is not None and group.members and is_whole and not self.view.exits:
-            awaited = self.awaited(group, PlannedChange("drain", reason, ()))
-            if awaited is not None:
-                return awaited
-        return self.finish(0, reason, succeeded=False)
 
     def follow(self, group: Group) -> Plan:
         """A group trains: end it when it is done, replace it after a failure or a loss, else fit it to np."""

@@ -251,7 +251,7 @@ def node_ids(members: Sequence[Member]) -> NodeIds:
 
 
 def of_members(group: Group, statuses: Iterable[MemberStatus]) -> tuple[MemberStatus, ...]:
-    """Only the statuses of members of this group, about it, by node id."""
+    """Only the statuses of members of this group, about it, by node id. If it has none: of every node."""
     members = group.node_ranks
-    mine = (each for each in statuses if each.group == group.number and each.identity in members)
+    mine = (each for each in statuses if each.group == group.number and (not members or each.identity in members))
     return tuple(sorted(mine, key=lambda each: each.node_id))

@@ -143,7 +143,7 @@ class Requested(_Reason, frozen=True, kw_only=True, tag="requested"):
 
     what: Literal["np", "leave", "exclude", "restart", "pause", "stop", "reset", "start over"]
     node_ids: NodeIds = ()
-    """The members that leave or are excluded."""
+    """The members that leave or are excluded. After a stop: the nodes that hold steps that could not be saved."""
     np: NpRange | None = None
     """The new np."""
     by: str = ""
@@ -218,13 +218,24 @@ class Waiting(_Reason, frozen=True, kw_only=True, tag="waiting"):
     """A decision waits."""
 
     what: Literal[
-        "nodes", "return", "leave", "lease", "same error", "retry", "warm", "inventory", "checkpoint", "handoff"
+        "nodes",
+        "return",
+        "leave",
+        "lease",
+        "same error",
+        "retry",
+        "warm",
+        "inventory",
+        "checkpoint",
+        "handoff",
+        "save",
     ]
     """`nodes`: more nodes may arrive in a moment. `return`: these nodes may return after an outage of etcd. `leave`:
     these nodes were asked to leave, and may be saving what their memory holds. `lease`: a lease may end and show the
     cause. `same error`: ranks of these nodes may fail by the same error. `retry`: the time between two tries has not
     passed. `warm`: these nodes prepare standby processes. `inventory`: these nodes have not reported their snapshots.
-    `checkpoint`: only this node has the checkpoint. `handoff`: the ranks are to stop."""
+    `checkpoint`: only this node has the checkpoint. `handoff`: the ranks are to stop. `save`: this node saves what its
+    memory holds, before the job ends."""
     node_ids: NodeIds = ()
     because: GroupReason | Training | None = None
     """What was decided, or is the case."""

@@ -11,7 +11,7 @@ from agent.core import events as ev
 from agent.core.incident import StallReport, TransitionReport
 from agent.core.local_workers import LocalWorkers, exit_report, quiesced
 from agent.core.member_status import WrittenStatus
-from agent.core.model import Clock, Group, Identity, Inventory, Quiesced, Replica
+from agent.core.model import Clock, Group, Identity, Inventory, Quiesced, Replica, Stored
 from agent.core.view import ClusterView
 
 
@@ -99,6 +99,34 @@ def due_status(
     if status == before:
         return None
     return fx.WriteStatus(status, group.mod_revision, written.revision_of(number))
+
+
+def due_before_stop(
+    written: WrittenStatus,
+    group: Stored[Group],
+    copies: tuple[Replica, ...],
+    me: Identity,
+    *,
+    has_failed_to_save: bool,
+) -> fx.WriteStatus | None:
+    """Return the write due in a group without members, before the job is stopped. To be called once no worker lives.
+
+    Args:
+        written: the status record in etcd.
+        group: the group without members.
+        copies: the snapshots that this node holds in memory.
+        me: the identity of this node.
+        has_failed_to_save: it was asked to save what its memory holds, and could not.
+    """
+    number = group.value.number
+    before = written.of(number, me)
+    status = msgspec.structs.replace(
+        before,
+        inventory=before.inventory
+        or Inventory(group=number, node_id=me.node_id, incarnation=me.incarnation, copies=copies),
+        has_failed_to_save=has_failed_to_save,
+    )
+    return None if status == before else fx.WriteStatus(status, group.mod_revision, written.revision_of(number))
 
 
 def _quiesced(before: Quiesced | None, workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None:

@@ -82,6 +82,7 @@ _WAITING = {
     "retry": "{because}{failures}; trying again in a moment",
     "warm": "{because}; waiting for {names} to be warm",
     "inventory": "waiting for {names} to say what can be resumed from",
+    "save": "waiting for {names} to save what its memory holds",
     "handoff": "{because}; its ranks are to stop after a common step and save it",
 }
 
@@ -111,6 +112,8 @@ def describe(reason: Reason) -> str:  # noqa: C901, PLR0911, PLR0912 - one for e
             return f"{listed(node_ids)} and the others do not reach each other" if node_ids else ""
         case WorkersFailed():
             return _workers_failed(reason)
+        case Requested(what="stop", node_ids=node_ids, by=by) if node_ids:
+            return f"stopped by {by}; the last steps, which only the memory of {listed(node_ids)} has, are not saved"
         case Requested(what=what, node_ids=node_ids, np=np, by=by):
             return _REQUESTED[what].format(names=listed(node_ids), np=np, by=by)
         case CheckpointOnDisk(node_id=node_id, checkpoint=checkpoint):

@@ -13,6 +13,7 @@ import pytest
 from cases import some
 from integration.conftest import PATIENCE_S, Job
 from integration.evaluating_job import STEPS
+from integration.test_operator import ask
 from integration.test_snapshots_job import (
     MOST_LOST,
     assert_identical,
@@ -88,6 +89,38 @@ def test_a_node_with_a_disk_of_its_own_saves_there(job: Make) -> None:
         running.start(name, "2", command)
     running.finish()
     assert f"resumed at step {saved.copy.step} from {running.directory}/disk-{left}" in running.log_text()
+
+
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["ranks evaluate", "the job waits for a node"])
+def test_a_job_that_is_stopped_while_no_rank_can_save_saves_from_memory(job: Make, *, is_waiting: bool) -> None:
+    undisturbed, running = job(), with_frequent_snapshots(job, "--handoff_wait=1", "--handoff_timeout=1")
+
+    def start(job: Job) -> None:
+        for name in ("a", "b"):
+            job.start(name, "2", [str(EVALUATING), str(job.directory)])
+
+    (undisturbed.directory / "hurry").touch()
+    for each in (undisturbed, running):
+        start(each)
+    for rank in range(2):
+        wait_for((running.directory / f"evaluates-0-{rank}").exists, PATIENCE_S, running.log_text())
+    if is_waiting:
+        running.nodes["b"].kill()
+        wait_for(lambda: running.status()["group"] == 2, PATIENCE_S, running.log_text())
+    stopped = ask(running, "stop", f"--wait={PATIENCE_S - 30}", "--yes")
+    assert stopped.code == 0, stopped
+    assert {name: node.wait(PATIENCE_S) for name, node in running.nodes.items()}["a"] == 0
+    found = committed(running)
+    assert found is not None, running.log_text()
+    assert STEPS - MOST_LOST <= found.copy.step <= STEPS
+    assert ask(running, "reset", "--yes").code == 0
+    (running.directory / "hurry").touch()
+    start(running)
+    running.finish()
+    undisturbed.finish()
+    assert f"resumed at step {found.copy.step} from" in running.log_text()
+    for rank in range(2):
+        assert_identical(*(each.directory / f"weights-{rank}.pt" for each in (running, undisturbed)))
 
 
 def rank_0_of(job: Job) -> str:

@@ -100,8 +100,12 @@ class Faults:
         self._recover_all()
         for agent in self._living:
             agent.ranks.bad_code = 0
-        cluster.run(max(0.0, self._quiet_until - cluster.now))
-        cluster.exclude()  # an order is given to the job as it is, not to what an old backup shows
+        self.let_operator(cluster.exclude)
+
+    def let_operator(self, give_order: Callable[[], None]) -> None:
+        """An order is given to the job as it is, not to what an old backup shows."""
+        self._cluster.run(max(0.0, self._quiet_until - self._cluster.now))
+        give_order()
 
     @property
     def _living(self) -> list[Agent]:

@@ -47,6 +47,7 @@ from agent.core.model import (
     Spec,
     StateId,
 )
+from agent.core.reasons import Requested
 from agent.core.view import ClusterView
 from agent.store.api import ChangeBatch, KeyChange, KeyValue
 from agent.store.keys import encode
@@ -252,10 +253,12 @@ class Invariants:
         group, writer = self._cluster.group, self._cluster.etcd.writer
         assert group is not None
         assert status.group == group.number, f"{change.key} is written in group {group.number}"
-        assert group.node_rank(status.identity) is not None, f"{change.key} is of {status.identity}, no member"
+        is_member = group.node_rank(status.identity) is not None
+        is_stopped = not group.members and self._cluster.is_stopped
+        assert is_member or is_stopped, f"{change.key} is of {status.identity}, no member"
         assert writer is not None
         assert status.incarnation.partition(".")[0] == writer.state.me.incarnation, f"{writer.name} writes {change.key}"
-        if last is None:
+        if last is None or (is_stopped and last.identity != status.identity):  # its agent was restarted meanwhile
             return
         assert last.identity == status.identity, f"{change.key} of {last.identity} is written by {status.identity}"
         for name in ("inventory", "exit"):
@@ -443,6 +446,8 @@ class Invariants:
         members = {member.identity for member in group.members}
         assert {each.identity for each in told} >= members, "not all members have said what they hold"
         copies = complete_copies(held for each in told if each.identity in members for held in each.copies)
+        if not members:  # before the job is stopped, one agent saves what it alone holds
+            copies = [copy for each in told for copy in complete_copies(each.copies)]
         committed = etcd.record(KEYS.checkpoint, Checkpoint)
         floor = committed.copy if committed is not None else None
         found = [copy for copy in copies if self._is_true(copy) and history.is_after(copy, floor)]
@@ -505,3 +510,18 @@ class Invariants:
         assert self.result is None or self.result == result, "a result was rewritten"
         self._check_leads()
         self.result, self.ended_at = result, self._cluster.now
+        if isinstance(result.reason, Requested) and result.reason.what == "stop" and not result.reason.node_ids:
+            self._check_saved()
+
+    def _check_saved(self) -> None:
+        """A job that was stopped has saved the newest state that an agent held."""
+        committed = self._cluster.etcd.record(KEYS.checkpoint, Checkpoint)
+        floor = committed.copy if committed is not None else None
+        writer, history = self._cluster.etcd.writer, self._cluster.training.history
+        assert writer is not None
+        assert writer.decided_from is not None
+        here = [agent for agent in self._cluster.agents if agent.state.identity in writer.decided_from.present]
+        for agent in [each for each in here if not each.is_gone]:
+            for copy in complete_copies(agent.state.copies):
+                is_newer = copy != floor and self._is_true(copy) and history.is_after(copy, floor)
+                assert not is_newer, f"{agent.name} holds {named(copy)}, and {named(floor)} is saved"

@@ -12,6 +12,8 @@ _LIVE_S = 180.0
 """A handoff that was not completed is requested again after 120 s."""
 _ALL_LEAVE_EVERY = 8
 """In one of so many clusters all agents are asked to leave, before new ones start."""
+_STOPPED_EVERY = 16
+"""In one of so many clusters an operator stops the job while things go wrong."""
 _RECORD_S = 5.0
 """An incident is recorded so much later at the latest: answers may be lost, and leaders may leave with the job."""
 
@@ -76,8 +78,24 @@ def _play(cluster: Cluster, steps: int, size: Size) -> None:
         cluster.run(chance.uniform(0.0, 0.25))
     if cluster.seed % _ALL_LEAVE_EVERY == 0:
         faults.ask_all_to_leave()
+    if cluster.seed % _STOPPED_EVERY == 1:
+        _stop(cluster, faults)
+    else:
+        faults.end()
+        _live(cluster, size)
+
+
+def _stop(cluster: Cluster, faults: Faults) -> None:
+    """The operator ends the job at any moment, and more goes wrong meanwhile."""
+    faults.let_operator(cluster.stop_job)
+    for _ in range(20):
+        if cluster.random.random() < 0.2:
+            faults.befall()
+        cluster.run(cluster.random.uniform(0.0, 0.25))
     faults.end()
-    _live(cluster, size)
+    cluster.run(6.0)  # those whose leases ran out unseen are noticed
+    cluster.stop_job()  # again: an old backup may not have the order
+    cluster.run_until(lambda: all(agent.is_gone for agent in cluster.agents), within_s=_LIVE_S)
 
 
 def _live(cluster: Cluster, size: Size) -> None:

@@ -30,6 +30,7 @@ from agent.core.model import (
     StateId,
     Suspicion,
 )
+from agent.core.reasons import Requested
 from agent.core.view import ClusterView
 from agent.observe.messages import rivals
 from agent.store.api import ChangeBatch
@@ -168,7 +169,9 @@ class Transcript:
             case Checkpoint():
                 found = [_checkpoint(record)]
             case Result():
-                found = [f"result {record.exit_code} {record.state}"]
+                holders = record.reason.node_ids if isinstance(record.reason, Requested) else ()
+                unsaved = f", not saved: {' '.join(holders)}" if holders else ""
+                found = [f"result {record.exit_code} {record.state}{unsaved}"]
             case _:
                 pass
         return found

@@ -90,6 +90,11 @@ SENTENCES: list[tuple[Reason, str]] = [
     (Requested(what="restart"), "an operator asked for a restart"),
     (Requested(what="pause", by="{me}"), "paused by {me}: nothing changes until it is resumed"),
     (Requested(what="stop", by="me"), "stopped by me"),
+    (
+        Requested(what="stop", by="me", node_ids=("a", "b")),
+        "stopped by me; the last steps, which only the memory of a and b has, are not saved",
+    ),
+    (Waiting(what="save", node_ids=("a",)), "waiting for a to save what its memory holds"),
     (Requested(what="reset", by="me"), "reset by me"),
     (Requested(what="start over"), "started over"),
     (ON_DISK, "b has the checkpoint n on its disk"),

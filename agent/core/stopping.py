@@ -1,0 +1,88 @@
+"""Stop a job for an operator: what the ranks or the agents' memory have is saved before the job ends.
+
+- A group whose ranks take part in a handoff saves in one (`handoff.py`).
+- Otherwise a group without members ends the ranks: they set up, hang or have failed, or the group is about to change.
+  Then the newest steps are only in the memory of agents. Each agent reports which snapshots it holds, once its ranks
+  have ended. The leader chooses the newest one that an agent holds in full, and names the agent in the restore point.
+  That agent saves it (`last_checkpoint.py`).
+- If that agent is lost, another group without members is formed, so that all report anew.
+- The job ends once the checkpoint is committed, the agent has reported that it could not save, or there is nothing to
+  save.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from agent.core import lineage
+from agent.core.gathering import Gathering
+from agent.core.handoff import PlannedChange, are_ranks_quiesced
+from agent.core.model import Group, RestorePoint
+from agent.core.proposals import Plan, node_ids
+from agent.core.reasons import ProcessesLeft, Requested, Waiting
+
+
+class Stopping(Gathering):
+    """Adds what is decided after an operator has asked for the job to end."""
+
+    def stop(self) -> Plan:
+        """End the job, once what its ranks or its agents' memory have is saved."""
+        group, reason = self.group, Requested(what="stop", by=self.spec.stopped_by)
+        if group is None:
+            return self._end(reason)
+        return self._end_ranks(group, reason) if group.members else self._save(group, reason)
+
+    def _end(self, reason: Requested) -> Plan:
+        return self.finish(0, reason, succeeded=False)
+
+    def _end_ranks(self, group: Group, reason: Requested) -> Plan:
+        unfit = {node.identity for node in self.view.unfit}
+        is_whole = group.node_ranks.keys() <= self.view.present.keys() - unfit
+        if is_whole and not self.view.exits:
+            awaited = self.awaited(group, PlannedChange("drain", reason, ()))
+            if awaited is not None:
+                return awaited
+            progress = self.seen.handoff_progress
+            if are_ranks_quiesced(progress, self.policy, self.now) and not progress.is_in_memory:
+                return self._end(reason)
+        return self.form((), "drain", reason)
+
+    def _save(self, group: Group, reason: Requested) -> Plan:
+        """Let an agent save the newest snapshot that it holds in full, once all have reported theirs."""
+        held = {each.identity: each.copies for each in self.view.inventories if each.identity in self.view.present}
+        nodes = [node.value for node in self.view.nodes if not isinstance(node.value.unfit, ProcessesLeft)]
+        silent = [node.member for node in nodes if node.identity not in held]
+        if silent:
+            return Plan(None, Waiting(what="inventory", node_ids=node_ids(silent)))
+        committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
+        begun = self.view.restore_point.value if self.view.restore_point is not None else None
+        saved = committed.copy if committed is not None else None
+        last, run = lineage.as_begun(begun, committed), self.spec.run
+        newest = lineage.choose(held.values(), last, committed, run)
+        if newest is None or newest == saved:
+            return self._end(reason)
+        holders = tuple(who.node_id for who, copies in held.items() if any(each.copy == newest for each in copies))
+        unsaved = msgspec.structs.replace(reason, node_ids=tuple(sorted(holders)))
+        if begun is not None and begun.group == group.number:
+            return self._await(begun, unsaved)
+
+        found = {who: lineage.choose([copies], last, committed, run) for who, copies in held.items()}
+        whole = {who: copy for who, copy in found.items() if copy is not None and copy != saved}
+        if not whole:
+            return self._end(unsaved)
+        saver = max(sorted(whole), key=lambda who: lineage.age(whole[who], run))
+        restore_point = lineage.follow(group.number, whole[saver], last, committed, run)
+        named = msgspec.structs.replace(restore_point, saver=saver)
+        return Plan(named, Waiting(what="save", node_ids=(saver.node_id,)))
+
+    def _await(self, begun: RestorePoint, unsaved: Requested) -> Plan:
+        """Wait for the agent that saves."""
+        saver = begun.saver
+        assert saver is not None  # noqa: S101 - named in every restore point of a group without members
+        committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
+        has_failed = any(each.identity == saver and each.has_failed_to_save for each in self.view.statuses)
+        if has_failed or (committed is not None and committed.copy == begun.copy):
+            return self._end(unsaved)
+        if saver not in self.view.present:
+            return self.form((), "drain", msgspec.structs.replace(unsaved, node_ids=()))
+        return Plan(None, Waiting(what="save", node_ids=(saver.node_id,)))
