@@ -10,7 +10,7 @@ from agent.core import events as ev
 from agent.core.backoff import doubled_s, spread
 from agent.core.member_status import WrittenStatus
 from agent.core.model import Result
-from agent.core.observations import follow, observe
+from agent.core.observations import Restart, follow, observe
 from agent.core.reasons import AskedToEnd, JobOver, NodeIdTaken
 from agent.core.state import AgentState, Leaving
 from agent.core.view import ClusterView
@@ -81,11 +81,14 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     if is_back:
         state = replace(state, is_store_lost=False, outage_ended_at=now)
     seen = observe(state.seen, view, now, is_back=is_back) if view.is_whole else follow(state.seen, view, now)
+    restart = state.seen.restart
+    if state.view is None and any(node.value.node_id == state.node_id for node in view.nodes):
+        restart = Restart(view.revision, now)
     had_place = state.registered is not None
     state = replace(
         state,
         view=view,
-        seen=replace(seen, outage_ended_at=state.outage_ended_at),
+        seen=replace(seen, outage_ended_at=state.outage_ended_at, restart=restart),
         leaderless_since=None if view.leader is not None else state.leaderless_since or now,
     )
     if had_place and state.registered is None:

@@ -340,8 +340,10 @@ def _is_id_held(state: AgentState) -> bool:
 def _campaign_at(state: AgentState) -> float | None:
     if state.leaderless_since is None or state.registered is None:
         return None
+    members = state.group.members if state.group is not None else ()
     rank = state.group.node_rank(state.identity) if state.group is not None else None
-    return state.leaderless_since + min((rank or 0) * _CAMPAIGN_STEP_S, _CAMPAIGN_MAX_S)
+    place = rank if rank is not None else len(members)  # members know the job best
+    return state.leaderless_since + min(place * _CAMPAIGN_STEP_S, _CAMPAIGN_MAX_S)
 
 
 def _leader_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:

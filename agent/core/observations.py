@@ -14,6 +14,15 @@ from agent.core.view import ClusterView
 
 
 @dataclass(frozen=True)
+class Restart:
+    """The first view of an agent, if another one had registered under its node id."""
+
+    revision: int
+    at: float
+    """When it came."""
+
+
+@dataclass(frozen=True)
 class Observations:
     """When this leader first saw each fact, on its own monotonic clock.
 
@@ -53,6 +62,8 @@ class Observations:
     """All nodes that were ever seen."""
     outage_ended_at: float | None = None
     """When etcd was last seen again after an outage."""
+    restart: Restart | None = None
+    """None: this agent is the first one under its node id, as far as it knows."""
     read_at: float | None = None
     """When the last complete read that the view includes was requested."""
     handoff_progress: HandoffProgress = field(default_factory=HandoffProgress)

@@ -30,6 +30,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
   enough, they go on without the nodes that failed, and these join again once they have set up. If ranks that have just
   entered a group in place fail by themselves before they make a step, the next group is started anew.
 - A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
+- A leader whose agent was just restarted cannot tell an old backup of etcd from the job as it is. It decides nothing
+  until the nodes that were there before it have had time to publish newer records (`cached_records.py`).
 - If groups are entered in place, newcomers are admitted once they have set up, and once the group has made a step:
   ranks that have not cannot move. Otherwise a growth restarts every rank, so the group trains on until the standby
   processes of new and present members are ready, since a rank would otherwise spend seconds on imports first; for a
@@ -95,11 +97,15 @@ def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> P
     if view.spec is None:
         return Plan(None, DataLost(state="unknown"))
     planner = _Planner(accuse(view, seen, now), view.spec.value, seen, policy, now)
+    return planner.wait_for_newer_records() or _choose(planner, view)
+
+
+def _choose(planner: _Planner, view: ClusterView) -> Plan:
     if planner.spec.stopped_by:
         return planner.stop()
     if planner.group is None or not planner.group.members:
         return planner.gather()
-    return _describe_hang(planner.follow(planner.group), planner.group, view, seen)
+    return _describe_hang(planner.follow(planner.group), planner.group, view, planner.seen)
 
 
 def accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
@@ -167,6 +173,20 @@ def _members_in(group: Group, who: Iterable[Identity]) -> list[Member]:
 
 class _Planner(Stopping):
     """Chooses among the proposals."""
+
+    def wait_for_newer_records(self) -> Plan | None:
+        """Wait for nodes that may know newer records than etcd shows. None: no node may, or all have had the time.
+
+        If etcd is an old backup, this agent, which was restarted, does not know what was lost. Nodes that were there
+        before do, but may not have noticed the loss yet. (An agent that takes over no record of its node id leads only
+        once the lease of the leader in that backup has ended: by then they have noticed.)
+        """
+        restart = self.seen.restart
+        if restart is None or self.now >= restart.at + self.policy.lease_ttl_s:
+            return None
+        older = tuple(node.value.node_id for node in self.view.nodes if node.create_revision <= restart.revision)
+        waiting = Waiting(what="newer records", node_ids=older)
+        return Plan(None, waiting, restart.at + self.policy.lease_ttl_s) if older else None
 
     def follow(self, group: Group) -> Plan:
         """A group trains: end it when it is done, replace it after a failure or a loss, else fit it to np."""

@@ -220,6 +220,7 @@ class Waiting(_Reason, frozen=True, kw_only=True, tag="waiting"):
     what: Literal[
         "nodes",
         "return",
+        "newer records",
         "leave",
         "lease",
         "same error",
@@ -230,7 +231,8 @@ class Waiting(_Reason, frozen=True, kw_only=True, tag="waiting"):
         "handoff",
         "save",
     ]
-    """`nodes`: more nodes may arrive in a moment. `return`: these nodes may return after an outage of etcd. `leave`:
+    """`nodes`: more nodes may arrive in a moment. `return`: these nodes may return after an outage of etcd. `newer
+    records`: these nodes, which were there before the leader started, may have cached more than etcd shows. `leave`:
     these nodes were asked to leave, and may be saving what their memory holds. `lease`: a lease may end and show the
     cause. `same error`: ranks of these nodes may fail by the same error. `retry`: the time between two tries has not
     passed. `warm`: these nodes prepare standby processes. `inventory`: these nodes have not reported their snapshots.

@@ -78,6 +78,7 @@ _DATA_LOST = {
 _WAITING = {
     "nodes": "{because}; waiting a moment for more",
     "return": "etcd was away; waiting for {names} to return",
+    "newer records": "waiting for {names} to publish newer records, if etcd has lost any",
     "leave": "waiting for {names} to leave, and to save what only their memory holds",
     "retry": "{because}{failures}; trying again in a moment",
     "warm": "{because}; waiting for {names} to be warm",

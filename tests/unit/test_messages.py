@@ -119,6 +119,10 @@ SENTENCES: list[tuple[Reason, str]] = [
     ),
     (Waiting(what="return", node_ids=("a", "b")), "etcd was away; waiting for a and b to return"),
     (
+        Waiting(what="newer records", node_ids=("a", "b")),
+        "waiting for a and b to publish newer records, if etcd has lost any",
+    ),
+    (
         Waiting(what="lease", node_ids=("b",), because=WorkersFailed(first=PEER)),
         "rank 0 on a exited with code 1 of a broken connection; checking the lease of b",
     ),

@@ -34,7 +34,7 @@ from agent.core.model import (
     StateId,
     Stored,
 )
-from agent.core.observations import Observations, observe
+from agent.core.observations import Observations, Restart, observe
 from agent.core.planner import plan
 from agent.core.proposals import STEADY_S, Plan, growth_wait_s
 from agent.core.reasons import (
@@ -285,6 +285,20 @@ def test_a_job_that_etcd_has_lost_before_its_first_group_waits_for_nodes_again()
     assert names(planned) == []
     assert planned.restored is not None
     assert planned.restored.spec == spec(2).value
+
+
+@pytest.mark.parametrize(("revision", "older"), [(1, ()), (4, ("a",)), (5, ("a", "b"))])
+def test_a_leader_whose_agent_was_restarted_waits_for_older_nodes(revision: int, older: tuple[str, ...]) -> None:
+    """For one lease length since its first view. Nodes that were registered after it have read what it reads."""
+    shown = view(spec(3), node("a", 4), node("b", 5), node("c", 6))
+    seen = replace(observe(Observations(), shown, 100.0), restart=Restart(revision, 98.0))
+    due = 98.0 + POLICY.lease_ttl_s
+    planned = plan(shown, seen, POLICY, due - 0.1)
+    assert names(plan(shown, seen, POLICY, due)) == ["a", "b", "c"]
+    if older:
+        assert planned == Plan(None, Waiting(what="newer records", node_ids=older), due)
+    else:
+        assert names(planned) == ["a", "b", "c"]
 
 
 def test_a_member_that_is_back_as_another_is_not_waited_for() -> None:
