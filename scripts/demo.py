@@ -20,7 +20,7 @@ from rich.table import Table
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.log import configure
 from agent.rehearse.cleanup import exit_on_signals
-from agent.rehearse.cluster import LocalCluster, TraceLine, read_trace, wait_for
+from agent.rehearse.cluster import LocalCluster, Timeout, TraceLine, read_trace, wait_for
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
 EPOCHS = 60
@@ -90,7 +90,7 @@ class Demo:
         wait_for(
             lambda: all(READY.fullmatch(node["standby"]) for node in self.cluster.status()["nodes"]),
             PATIENCE_S,
-            "ready standbys",
+            "ready standby processes",
         )
 
     def disturb(self, cause: str, do: Callable[[], object], world: int) -> None:
@@ -101,7 +101,9 @@ class Demo:
         self.say(f"[bold]{cause}[/bold]")
         at = time.time()
         do()
-        first: TraceLine = wait_for(lambda: self._first_after(before.group, world), PATIENCE_S, f"recovery: {cause}")
+        first: TraceLine = wait_for(
+            lambda: self._first_after(before.group, world), PATIENCE_S, f"a step after this: {cause}"
+        )
         lost = {line.step for line in read_trace(self.trace) if line.group < first.group and line.step >= first.step}
         incident = Incident(cause, first.t - at, len(lost), first.group, first.world)
         self.incidents.append(incident)
@@ -134,6 +136,14 @@ def main() -> None:
     configure("demo")
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-demo-"))
     console.print(f"outputs, logs and checkpoints: {directory}", soft_wrap=True)
+    try:
+        run(directory)
+    except Timeout as late:
+        sys.exit(f"demo: {late}; what the nodes have printed is in {directory}")
+
+
+def run(directory: Path) -> None:
+    """Run the job in this directory, and print what happened. Raises `Timeout`."""
     with EmbeddedEtcd() as etcd, LocalCluster(directory, etcd.endpoint, "demo") as cluster:
         demo = Demo(cluster)
         demo.start("node-a", "2")
@@ -142,13 +152,15 @@ def main() -> None:
 
         def replace_node() -> None:
             cluster.nodes["node-b"].kill()
-            status = wait_for(lambda: (s := cluster.status())["state"] == "waiting" and s, PATIENCE_S, "the wait")
+            status = wait_for(
+                lambda: (s := cluster.status())["state"] == "waiting" and s, PATIENCE_S, "a job that waits for a node"
+            )
             demo.say(f"  … {status['reason']}")
             demo.start("node-c", "2")
 
         demo.disturb("a node is lost (all its processes), another one comes", replace_node, 2)
         demo.start("node-d", "2")
-        wait_for(lambda: len(cluster.status()["nodes"]) == 3, PATIENCE_S, "node-d")
+        wait_for(lambda: len(cluster.status()["nodes"]) == 3, PATIENCE_S, "node-d, which was started")
         demo.disturb("$ elastic-agent scale --np=3", lambda: cluster.scale("3"), 3)
         demo.disturb("$ elastic-agent scale --np=2", lambda: cluster.scale("2"), 2)
         accuracy = demo.finish()

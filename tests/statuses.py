@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agent.core.incident import StallReport, TransitionReport
 from agent.core.member_status import MemberStatus
-from agent.core.model import ExitReport, Inventory, Quiesced
+from agent.core.model import ExitReport, Group, Inventory, Quiesced
 
 Part = Inventory | Quiesced | TransitionReport | StallReport | ExitReport
 NAMES: dict[type[Part], str] = {
@@ -24,4 +24,14 @@ def statuses(*parts: Part) -> tuple[MemberStatus, ...]:
     return tuple(
         MemberStatus(group=group, node_id=node_id, incarnation=incarnation, **fields)  # type: ignore[arg-type]
         for (node_id, incarnation, group), fields in sorted(by_member.items())
+    )
+
+
+def first_steps(group: Group) -> tuple[TransitionReport, ...]:
+    """Reports of all members of the group that their ranks have made a step in it."""
+    return tuple(
+        TransitionReport(
+            group=group.number, node_id=who.node_id, incarnation=who.incarnation, stopped_s=0.0, stepped_s=1.0
+        )
+        for who in group.node_ranks
     )

@@ -177,7 +177,7 @@ def _nodes_missing(reason: NodesMissing) -> str:
 
 
 def _training(reason: Training) -> str:
-    text = f"training on {count(reason.nodes, 'node')}"
+    text = f"running on {count(reason.nodes, 'node')}"
     if reason.missing is not None:
         return f"{text}; {reason.missing} more needed for np {reason.np}"
     return f"{text} (np {reason.np}){_left_out(reason.left_out)}" if reason.np is not None else text

@@ -95,7 +95,7 @@ class EtcdOutageNotice:
         elif not self._has_warned:
             self._has_warned = True
             if not is_over:
-                goes_on = "; training goes on" if is_training else ""
+                goes_on = "; the ranks run on" if is_training else ""
                 self._warn(f"etcd cannot be reached{goes_on}", self._reason())
 
 

@@ -35,9 +35,12 @@ class Straggler:
 
 
 def stragglers(view: ClusterView) -> tuple[Straggler, ...]:
-    """Ranks of the current group whose own part of a step takes half again as long as usual, in rank order."""
+    """Ranks of the current group whose own part of a step takes half again as long as usual, in rank order.
+
+    None before all have made a step in this group: until then their times are those of an earlier one.
+    """
     group = view.group.value if view.group is not None else None
-    if group is None:
+    if group is None or not group.node_ranks.keys() <= view.started:
         return ()
     own: dict[int, tuple[str, float]] = {}
     for who, node_rank in group.node_ranks.items():

@@ -27,7 +27,7 @@ from agent.links.pool import LinkPool
 from agent.links.queries import LiveRanks
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
-from agent.observe.log import log
+from agent.observe.log import configure, log
 from agent.observe.messages import describe
 from agent.observe.notices import NodeDifferences, SetUpNotice, WaitNotices
 from agent.ports import PortHold
@@ -91,6 +91,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             self._links.when_delivered,
             replica_space=ReplicaSpace(config.snapshots.memory_bytes),
         )
+        self._named = config.node.node_id
+        """What the log calls this node."""
         self._final_report = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)
         self._is_leaving = False
         self._has_warned_of_endpoints = False
@@ -137,6 +139,9 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         """Log what is announced, and write the incidents that are due."""
         while self._answers:
             self._recorder = note_answer(self._recorder, *self._answers.popleft(), now)
+        if self._state.node_id != self._named:  # a number was added, since another agent here has the name
+            self._named = self._state.node_id
+            configure(self._named)
         self._recorder, sentences, write = observe_turn(self._recorder, self._state, now)
         for sentence in sentences:
             log.info(sentence)

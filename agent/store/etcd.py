@@ -232,7 +232,9 @@ class EtcdStore(Store):
         if etcd_errors.is_etcd_away(error):
             self._leave(connection)
             kind = NeverSent if etcd_errors.was_never_sent(error) else EndpointFailed
-            return kind(f"etcd at {connection.endpoint} did not answer: {details}")
+            is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+            how = " in time" if is_late else f": {details}"
+            return kind(f"etcd at {connection.endpoint} did not answer{how}")
         if etcd_errors.is_permission_denied(details):
             return StoreRefused(self._permission_text(connection))
         if "user name is empty" in details:

@@ -241,7 +241,7 @@ def test_every_call_to_a_frozen_etcd_ends_in_time(
         harm(own, signal.SIGSTOP)
         try:
             began_at = time.monotonic()
-            with pytest.raises(StoreUnavailable, match=r"did not answer: Deadline Exceeded$"):
+            with pytest.raises(StoreUnavailable, match=r"did not answer in time$"):
                 call()
             assert time.monotonic() - began_at < BOUND_S / 2
         finally:

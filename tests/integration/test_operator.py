@@ -344,11 +344,11 @@ def test_at_a_terminal_a_question_is_asked_before_anything_is_disturbed(plain: J
 
 def test_status_is_redrawn_at_a_terminal_until_it_is_interrupted(plain: Job) -> None:
     with at_a_terminal(plain, "status", "--watch") as (process, terminal):
-        read_until(terminal, "training on 3 nodes")
+        read_until(terminal, "running on 3 nodes")
         assert ask(plain, "pause").code == 0
         read_until(terminal, "paused by")
         assert ask(plain, "resume").code == 0
-        read_until(terminal, "training on 3 nodes")
+        read_until(terminal, "running on 3 nodes")
         process.send_signal(signal.SIGINT)
         assert "Traceback" not in read_until(terminal, "\x1b[?25h"), "the cursor is shown again"
         assert process.wait(PATIENCE_S) == 130

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from nodes import NODE, POLICY
 from reasons import LOST
-from statuses import statuses
+from statuses import first_steps, statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -66,7 +66,7 @@ def view(
         spec=Stored(spec, 1, 1),
         group=Stored(GROUP, 2, 2),
         nodes=tuple(Stored(node, 3 + age, 3 + age) for age, node in enumerate(nodes)),
-        statuses=statuses(*stalls, *reports),
+        statuses=statuses(*stalls, *reports, *(first_steps(GROUP) if own_s else ())),
     )
 
 
@@ -200,3 +200,5 @@ def test_a_rank_is_slow_by_what_the_others_need() -> None:
     assert stragglers(ClusterView(1, is_whole=True)) == ()
     assert [each.rank for each in stragglers(view(own_s=(0.1, 0.3, 0.1)))] == [1]
     assert stragglers(view(own_s=(0.0, 0.3, 0.0))) == (), "what the others need is not known"
+    before = replace(view(own_s=(0.1, 0.3, 0.1)), statuses=statuses(*first_steps(GROUP)[1:]))
+    assert stragglers(before) == (), "the times are those of an earlier group"

@@ -106,10 +106,10 @@ SENTENCES: list[tuple[Reason, str]] = [
         NodesMissing(missing=1, needed=1, here=(), last=LOST, left_out=("a", "b")),
         f"waiting for 1 of 1 node; here: none; lost x; left out: a and b ({OUT})",
     ),
-    (Training(nodes=1), "training on 1 node"),
-    (Training(nodes=2, np="1:3"), "training on 2 nodes (np 1:3)"),
-    (Training(nodes=2, np="3", missing=0), "training on 2 nodes; 0 more needed for np 3"),
-    (Training(nodes=2, np="1:3", left_out=("c",)), f"training on 2 nodes (np 1:3); left out: c ({OUT})"),
+    (Training(nodes=1), "running on 1 node"),
+    (Training(nodes=2, np="1:3"), "running on 2 nodes (np 1:3)"),
+    (Training(nodes=2, np="3", missing=0), "running on 2 nodes; 0 more needed for np 3"),
+    (Training(nodes=2, np="1:3", left_out=("c",)), f"running on 2 nodes (np 1:3); left out: c ({OUT})"),
     (Beginning(group=1, step=None), "group 1 begins at the start"),
     (Beginning(group=1, step=0), "group 1 begins after step 0"),
     (Finishing(group=1, done=1, nodes=2), "group 1: 1 of 2 nodes have finished"),
@@ -152,7 +152,7 @@ SENTENCES: list[tuple[Reason, str]] = [
     ),
     (
         Waiting(what="warm", node_ids=("c",), because=Training(nodes=2)),
-        "training on 2 nodes; waiting for c to be warm",
+        "running on 2 nodes; waiting for c to be warm",
     ),
     (Waiting(what="inventory", node_ids=("a", "b")), "waiting for a and b to say what can be resumed from"),
     (Waiting(what="checkpoint", because=ON_DISK), "waiting for b: only its own disk has the checkpoint n"),
@@ -176,7 +176,7 @@ SENTENCES: list[tuple[Reason, str]] = [
     (Ended(result=FINISHED), "the job has ended: all 2 ranks finished in group 1"),
     (
         Hanging(because=Training(nodes=2, np="2"), first=STILL),
-        "training on 2 nodes (np 2); rank 1 on b made no step after step 3 for 6 s: it computes",
+        "running on 2 nodes (np 2); rank 1 on b made no step after step 3 for 6 s: it computes",
     ),
     (OVER, "job j failed: rank 0 on a exited with code 1, which asks for no restart"),
     (

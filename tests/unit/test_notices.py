@@ -111,7 +111,7 @@ def test_an_outage_of_etcd_is_reported_once_unless_the_job_is_over_for_this_agen
     ):
         notice.update(state, 0.0)
     assert printed == [
-        "etcd cannot be reached; training goes on (it did not answer)",
+        "etcd cannot be reached; the ranks run on (it did not answer)",
         "etcd cannot be reached (it did not answer)",
     ]
 

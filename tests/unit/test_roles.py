@@ -604,7 +604,7 @@ def test_an_outage_is_logged_once_and_not_while_etcd_was_never_missed(
     agent._close()
     assert [line["event"] for line in said] == [
         "etcd cannot be reached",
-        "etcd cannot be reached; training goes on",
+        "etcd cannot be reached; the ranks run on",
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from nodes import NODE
 from reasons import FINISHED, LOST
 from rich.console import Console
-from statuses import statuses
+from statuses import first_steps, statuses
 
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport
 from agent.core.model import (
@@ -196,6 +196,7 @@ def test_a_straggler_is_named() -> None:
     nodes = [msgspec.structs.replace(NODE, node_id=name, own_s=(own_s,)) for name, own_s in (("a", 0.1), ("b", 0.4))]
     group = msgspec.structs.replace(GROUP, members=(MEMBER, other))
     view = replace(asked(), group=Stored(group, 10, 10), nodes=tuple(Stored(node, 5, 5) for node in nodes))
+    view = replace(view, statuses=statuses(*first_steps(group)))
     assert "\nrank 1 on b is slow: 0.4 s of each step are its own work, 0.1 s the others'\n" in shown(view)
 
 

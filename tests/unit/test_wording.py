@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from nodes import ME, NODE, POLICY
 from reasons import FINISHED, LOST
-from statuses import Part, statuses
+from statuses import Part, first_steps, statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -185,11 +185,11 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
             view(SPEC, A, B, begun=0, checkpoint=Stored(but(SAVED, node="x"), 12, 12), parts=HELD_BY_ALL),
         ),
         # It trains.
-        case("training on 2 nodes (np 2)", view(SPEC, A, B)),
-        case("training on 2 nodes; 1 more needed for np 3", view(but(SPEC, np_min=3, np_max=3), A, B)),
+        case("running on 2 nodes (np 2)", view(SPEC, A, B)),
+        case("running on 2 nodes; 1 more needed for np 3", view(but(SPEC, np_min=3, np_max=3), A, B)),
         case("c joined (np 1:3)", view(ELASTIC, A, B, C)),
         case("3 nodes there (np 1:4); waiting a moment for more", view(but(ELASTIC, np_max=4), A, B, C)),
-        case("training on 2 nodes; waiting for c to be warm", view(ELASTIC, A, B, but(C, is_warming=True))),
+        case("running on 2 nodes; waiting for c to be warm", view(ELASTIC, A, B, but(C, is_warming=True))),
         case(
             "c joined (np 1:3); its ranks are to stop after a common step and save it",
             view(
@@ -243,10 +243,10 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
             view(SPEC, A, B, group=but(PAIR, failed_reads=4), parts=(report(unreadable="/x"),)),
         ),
         case(
-            f"training on 2 nodes (np 2); rank 1 on b {STILL} it sleeps at t.py:3 in f; 1 of 1 others wait for it",
+            f"running on 2 nodes (np 2); rank 1 on b {STILL} it sleeps at t.py:3 in f; 1 of 1 others wait for it",
             view(SPEC, A, B, parts=(still(A, 0, "waits"), still(B, 1, "sleeps"))),
         ),
-        case("training on 2 nodes (np 2)", view(SPEC, A, B, parts=(still(A, 0, "waits", "over"),))),
+        case("running on 2 nodes (np 2)", view(SPEC, A, B, parts=(still(A, 0, "waits", "over"),))),
         # Members do not reach each other.
         case(
             f"{APART}; rank 0 on a {STILL} it waits for others at t.py:3 in f, and so do all",
@@ -328,7 +328,8 @@ def test_each_slow_rank_is_named_once_in_a_group() -> None:
 
     def named(told: Announced, *own_s: float, number: int = 1) -> tuple[Announced, int]:
         nodes = (but(each, own_s=(own,)) for each, own in zip((A, B, C), own_s, strict=True))
-        shown = replace(view(ELASTIC, *nodes, group=but(TRIO, number=number)), leader=LEADS.leader)
+        group = but(TRIO, number=number)
+        shown = replace(view(ELASTIC, *nodes, group=group, parts=first_steps(group)), leader=LEADS.leader)
         told, new = announce(told, replace(SETTLED, view=shown))
         return told, len(new)
 
