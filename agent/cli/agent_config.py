@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from agent.cli.run_options import FOR_RANKS
-from agent.cli.slurm import allotted_gpus
+from agent.cli.slurm import allotted_gpus, leaf_switch
 from agent.cli.standalone import checkpoints_of
 from agent.config import (
     AgentConfig,
@@ -86,7 +86,7 @@ def read_node_config(
             address=rendezvous.address,
             ips=node_facts.resolve(rendezvous.address),
             position=ensemble.position if ensemble else 0,
-            domain=options["fault_domain"] or "",
+            domain=options["fault_domain"] or leaf_switch(environ),
             nproc=nproc,
             cpus=_cpus(options["numa_binding"], nproc, gpus, environ),
         ),

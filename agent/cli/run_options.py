@@ -66,9 +66,9 @@ TOPICS = (
                 "fault_domain",
                 callback=drop_empty,
                 metavar="NAME",
-                default_text="not known",
-                help="What this node shares with nodes that fail together, such as a rack; copies of snapshots go to "
-                "nodes of another one.",
+                default_text="the switch that Slurm names",
+                help="What this node shares with nodes that fail together, such as a rack: their ranks follow each "
+                "other, and copies of snapshots go to nodes of another one.",
             ),
             option(
                 "elastic_timeout",

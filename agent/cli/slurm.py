@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from agent.errors import ConfigError
 
 _RANGES = re.compile(r"\[([^\]]*)\]")
+_SWITCH = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _PORTS = range(20_000, 30_000)
 """A job's port follows from its id. Ids increase by one, so jobs that share a machine have different ports."""
 
@@ -56,6 +57,18 @@ def allotted_gpus(environ: Mapping[str, str]) -> str | None:
     if "CUDA_VISIBLE_DEVICES" in environ or "SLURM_STEP_ID" not in environ or not environ.get("SLURM_STEP_GPUS"):
         return None
     return str(len(environ["SLURM_STEP_GPUS"].split(",")))
+
+
+def leaf_switch(environ: Mapping[str, str]) -> str:
+    """The network switch that this task's node is at, if Slurm knows the topology and names one. Empty: it does not.
+
+    Slurm's topology plugins give the names on the way to a node, and what each of them is: `s0.s4.gpu3` and
+    `switch.switch.node` (`SLURM_TOPOLOGY_ADDR` in the manual of srun).
+    """
+    names = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    kinds = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    is_known = "SLURM_STEP_ID" in environ and len(names) == len(kinds) and kinds[-2:] == ["switch", "node"]
+    return names[-2] if is_known and _SWITCH.fullmatch(names[-2]) else ""
 
 
 def hostnames(text: str) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 Members of the running group keep their order, so that rank 0 stays on its node. Newcomers are appended, by their
 position in the operator's list of machines if there is one, and by age. Age is the order of registration in etcd, which
-is the same for all agents. The local ranks of a node are contiguous. Nodes that fail repeatedly come last, so that a
+is the same for all agents. The local ranks of a node are contiguous, and so are those of the nodes of a fault domain,
+such as a rack, since neighbours in rank order exchange the most data. Nodes that fail repeatedly come last, so that a
 spare takes their place. If only one node can read the checkpoint, it comes first, because rank 0 reads it. A newcomer
 must reach the nodes that it is to train with, and have set up the script if groups are entered in place.
 """
@@ -116,4 +117,10 @@ class RankOrder:
         if first or last:
             places = {node_id: place for place, node_id in enumerate(last, start=1)}
             found = tuple(sorted(found, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))
-        return found[:size]
+        return _by_domain(found[:size])
+
+
+def _by_domain(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Put the members of each fault domain together, at the place of its first one, so that rank 0 stays."""
+    places = {each.domain: place for place, each in reversed([*enumerate(members)])}
+    return tuple(sorted(members, key=lambda each: places[each.domain])) if len(places) > 1 else members

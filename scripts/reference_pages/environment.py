@@ -66,6 +66,8 @@ _READ = {
     "SLURM_STEP_NODELIST": "Slurm: the machines of the job.",
     "SLURM_STEP_NUM_TASKS": "Slurm: must equal the number of machines.",
     "SLURM_STEP_GPUS": "Slurm: number of ranks if `CUDA_VISIBLE_DEVICES` is not set.",
+    "SLURM_TOPOLOGY_ADDR": "Slurm: the switch that this node is at, as the default of `--fault_domain`.",
+    "SLURM_TOPOLOGY_ADDR_PATTERN": "Slurm: what the names in `SLURM_TOPOLOGY_ADDR` are.",
     "SLURMD_NODENAME": "Slurm: this machine.",
     "SLURM_NODEID": "Slurm: position of this machine, if `SLURMD_NODENAME` is not set.",
     "XDG_RUNTIME_DIR": "Where jobs without an etcd of yours are recorded on this machine, so that commands find them.",

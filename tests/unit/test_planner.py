@@ -301,6 +301,16 @@ def test_a_leader_whose_agent_was_restarted_waits_for_older_nodes(revision: int,
         assert names(planned) == ["a", "b", "c"]
 
 
+def test_the_ranks_of_a_domain_follow_each_other_and_rank_0_stays() -> None:
+    def within(domain: str, stored: Stored[Node]) -> Stored[Node]:
+        value = msgspec.structs.replace(stored.value, domain=domain, reachable_group=1)
+        return Stored(value, stored.create_revision, stored.mod_revision)
+
+    nodes = [within(domain, node(name, age)) for age, (name, domain) in enumerate(zip("abcd", "xyxy", strict=True), 1)]
+    assert names(decide(view(spec(4), *nodes))) == ["a", "c", "b", "d"]
+    assert names(decide(view(spec(2, 4), *nodes, now=group("b", "a")))) == ["b", "d", "a", "c"]
+
+
 def test_a_member_that_is_back_as_another_is_not_waited_for() -> None:
     """Right after an outage: the old incarnation cannot return."""
     seen = view(spec(1, 2), node("a", 1), node("b", 9, "i2"), now=group("a", "b"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.cli.slurm import allotted_gpus, hostnames, read_allocation
+from agent.cli.slurm import allotted_gpus, hostnames, leaf_switch, read_allocation
 from agent.errors import ConfigError
 
 TASK = {
@@ -70,3 +70,21 @@ def test_gpus_are_counted_where_nobody_names_them() -> None:
     assert allotted_gpus({**TASK, "SLURM_STEP_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}) is None
     assert allotted_gpus({**TASK, "SLURM_JOB_GPUS": "0,1"}) is None, "of the job, and not of this step"
     assert allotted_gpus(TASK) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds", "switch"),
+    [
+        ("s0.s4.gpu3", "switch.switch.node", "s4"),
+        ("s4.gpu3", "switch.node", "s4"),
+        ("gpu3", "node", ""),
+        ("s[0-1].gpu3", "switch.node", ""),
+        ("s4.gpu3", "switch.switch.node", ""),
+        ("b1.gpu3", "block.node", ""),
+    ],
+)
+def test_the_switch_of_a_node_is_that_which_slurm_names(names: str, kinds: str, switch: str) -> None:
+    topology = {"SLURM_TOPOLOGY_ADDR": names, "SLURM_TOPOLOGY_ADDR_PATTERN": kinds}
+    assert leaf_switch({**TASK, **topology}) == switch
+    assert leaf_switch(topology) == "", "no task of Slurm's"
+    assert leaf_switch(TASK) == ""
