@@ -9,6 +9,7 @@ the modules), random states are derived, and per-rank objects are loaded by the 
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,6 +131,15 @@ class Parts:
         """Set the random states of the restored step once more, after drawing the committed items has changed them."""
         if self._restored is not None:
             self._random.load(self._restored)
+
+    @contextmanager
+    def same_random_states(self) -> Iterator[None]:
+        """Restore the random states of the block's beginning at its end."""
+        states = self._random.read()
+        try:
+            yield
+        finally:
+            self._random.load(states)
 
     def _load_objects(self, saved: dict[str, dict[str, Any]]) -> None:
         for name, thing in self._objects.items():

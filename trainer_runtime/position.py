@@ -38,6 +38,10 @@ class Position:
     """Other `tr.DataLoader`s in State, which may be drawn from within the steps."""
     is_resized: bool = False
     """Whether a world of another size has committed the items of this epoch."""
+    had_workers: bool = False
+    """Whether a torch loader's persistent workers lived already when this epoch's items began."""
+    has_workers: bool = False
+    """Whether they live now."""
     is_drawn_out: bool = False
     """Whether the loop over this epoch's items has ended."""
     due: int = 0
@@ -56,10 +60,12 @@ class Position:
 
     def read(self) -> dict[str, Any]:
         """Return what a checkpoint stores. A save after the epoch's loop stores the beginning of the next epoch."""
-        epoch, items, samples = self.epoch, self.items, self.samples
+        epoch, items, samples, had_workers = self.epoch, self.items, self.samples, self.had_workers
         if self.save and self.is_drawn_out:  # false in the save at the end of all epochs, which is there already
-            epoch, items, samples = self.epoch + 1, 0, 0
+            epoch, items, samples, had_workers = self.epoch + 1, 0, 0, self.has_workers
         position = {"step": self.step, "save": self.save, "epoch": epoch, "items": items, "samples": samples}
+        if had_workers:
+            position["had_workers"] = True
         return {**position, "item": self.item if items and items == self.drawn else ""}
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -69,6 +75,7 @@ class Position:
         self.saved = self.at
         self.epoch, self.items, self.samples = saved["epoch"], saved["items"], saved["samples"]
         self.item = saved.get("item", "")
+        self.had_workers, self.has_workers = saved.get("had_workers", False), False
 
     def begin_again(self) -> None:
         """Forget what was drawn: the script begins anew at a state that is loaded next."""
@@ -83,6 +90,7 @@ class Position:
         self.loader = None
         self.beside = ()
         self.is_drawn_out = self.is_resized = False
+        self.had_workers = self.has_workers
 
     def count_samples(self, loader: DataLoader) -> None:
         """Copy the number of consumed samples from a `tr.DataLoader`.

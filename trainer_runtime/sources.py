@@ -122,6 +122,7 @@ class Sources:
             own = {each: place["epoch"] for each, place in places.items() if place["samples"]}
             beginning = _begun_within({each: own.get(each, epoch) for each in self._loaders}, 0)
         with beginning as begun:
+            self._match_workers(items)
             iterator = iter(items)
             if named is None and pos.items:
                 own_place = {each: place for each, place in places.items() if place["samples"]}
@@ -144,6 +145,21 @@ class Sources:
                 self._check_after_commit(self._at_commit)
             item = next(iterator, _END)
         pos.is_drawn_out = True
+
+    def _match_workers(self, items: object) -> None:
+        """Let a torch loader with persistent workers draw what it drew as the items of this epoch began before.
+
+        Such a loader draws a seed for its workers when it starts them, before its order, and not again. In a later
+        epoch than the first a new process would draw that seed too, and then another order.
+        """
+        if not _keeps_workers(items):
+            return
+        pos = self._pos
+        have_begun = getattr(items, "_iterator", None) is not None
+        if pos.had_workers and not have_begun:
+            with self._contents.parts.same_random_states():
+                iter(items)  # starts the workers
+        pos.had_workers, pos.has_workers = pos.had_workers or have_begun, True
 
     def _end_body(self, items: object, named: object | None, streams: dict[str, bytes | None]) -> None:
         """Note which loaders the body has drawn from; print a line, once, where a restart would draw other batches."""
@@ -329,6 +345,11 @@ class Sources:
                 "restart it would yield that item again. Count an item before it is yielded"
             )
         return ""
+
+
+def _keeps_workers(items: object) -> TypeGuard[Any]:
+    """Return whether this is a torch loader whose worker processes outlive an epoch."""
+    return isinstance(items, torch.utils.data.DataLoader) and items.persistent_workers and items.num_workers > 0
 
 
 def _is_list(items: object) -> bool:

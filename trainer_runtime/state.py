@@ -127,6 +127,7 @@ class State:
         self._sources = Sources(self._contents, self._pos)
         self._begun_epoch: int | None = None
         self._streamed_epoch: int | None = None
+        self._is_in_epochs = False
         self._page = open_control_page()
         self._channel = open_channel()
         if self._page is not None:
@@ -355,6 +356,7 @@ class State:
         self._pos.begin_again()
         self._sources = Sources(self._contents, self._pos)
         self._begun_epoch = self._streamed_epoch = None
+        self._is_in_epochs = False
         self._handled_handoff, self._saved_step = 0, -1
         self._regroup.reset_modules()
         with exit_if_not_entered():
@@ -374,7 +376,15 @@ class State:
 
         Args:
             total: number of epochs of the whole training.
+
+        Raises:
+            RuntimeError: called within a loop over it.
         """
+        if self._is_in_epochs:
+            raise RuntimeError(
+                "state.epochs() was called within a loop over it: an epoch is one pass over state.steps(), so one loop "
+                "counts them all; use a plain loop for anything else"
+            )
         self.restore()
         expect_steps(are_due=True)
         is_trained = self._pos.epoch >= total
@@ -383,11 +393,15 @@ class State:
                 f"no step is left to make: all {total} epochs are trained already, in {self._pos.step} steps; to train "
                 "anew start with --fresh, or with another checkpoint directory"
             )
-        while self._pos.epoch < total:
-            self._sources.begin_body()
-            self._begin_epoch()
-            yield self._pos.epoch
-            self._pos.end_epoch()
+        self._is_in_epochs = True
+        try:
+            while self._pos.epoch < total:
+                self._sources.begin_body()
+                self._begin_epoch()
+                yield self._pos.epoch
+                self._pos.end_epoch()
+        finally:
+            self._is_in_epochs = False
         expect_steps(are_due=False)
         if not is_trained:
             self._pos.save += 1  # the last epoch's body may have changed the state after its last commit

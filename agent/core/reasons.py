@@ -148,6 +148,8 @@ class Requested(_Reason, frozen=True, kw_only=True, tag="requested"):
     """The new np."""
     by: str = ""
     """The user who asked for a pause, stop or reset."""
+    saved: Count | None = None
+    """The step of the newest checkpoint, if steps could not be saved after a stop. 0: there is none."""
 
 
 class CheckpointOnDisk(_Reason, frozen=True, kw_only=True, tag="checkpoint on disk"):

@@ -1,6 +1,7 @@
 """Stop a job for an operator: what the ranks or the agents' memory have is saved before the job ends.
 
-- A group whose ranks take part in a handoff saves in one (`handoff.py`).
+- A group whose ranks take part in a handoff saves in one (`handoff.py`). If all of them finish before that, the job has
+  succeeded.
 - Otherwise a group without members ends the ranks: they set up, hang or have failed, or the group is about to change.
   Then the newest steps are only in the memory of agents. Each agent reports which snapshots it holds, once its ranks
   have ended. The leader chooses the newest one that an agent holds in full, and names the agent in the restore point.
@@ -19,7 +20,7 @@ from agent.core.gathering import Gathering
 from agent.core.handoff import PlannedChange, are_ranks_quiesced
 from agent.core.model import Group, RestorePoint
 from agent.core.proposals import Plan, node_ids
-from agent.core.reasons import ProcessesLeft, Requested, Waiting
+from agent.core.reasons import Finished, ProcessesLeft, Requested, Waiting
 
 
 class Stopping(Gathering):
@@ -36,9 +37,12 @@ class Stopping(Gathering):
         return self.finish(0, reason, succeeded=False)
 
     def _end_ranks(self, group: Group, reason: Requested) -> Plan:
+        done = {each.identity for each in self.view.exits if each.failure is None}
+        if group.node_ranks.keys() <= done:
+            return self.finish(0, Finished(ranks=group.world_size, group=group.number))
         unfit = {node.identity for node in self.view.unfit}
-        is_whole = group.node_ranks.keys() <= self.view.present.keys() - unfit
-        if is_whole and not self.view.exits:
+        is_whole = group.node_ranks.keys() <= (self.view.present.keys() - unfit) | done
+        if is_whole and len(done) == len(self.view.exits):  # ranks that have finished wait for the others
             awaited = self.awaited(group, PlannedChange("drain", reason, ()))
             if awaited is not None:
                 return awaited
@@ -62,7 +66,7 @@ class Stopping(Gathering):
         if newest is None or newest == saved:
             return self._end(reason)
         holders = tuple(who.node_id for who, copies in held.items() if any(each.copy == newest for each in copies))
-        unsaved = msgspec.structs.replace(reason, node_ids=tuple(sorted(holders)))
+        unsaved = msgspec.structs.replace(reason, node_ids=tuple(sorted(holders)), saved=saved.step if saved else 0)
         if begun is not None and begun.group == group.number:
             return self._await(begun, unsaved)
 
@@ -84,5 +88,5 @@ class Stopping(Gathering):
         if has_failed or (committed is not None and committed.copy == begun.copy):
             return self._end(unsaved)
         if saver not in self.view.present:
-            return self.form((), "drain", msgspec.structs.replace(unsaved, node_ids=()))
+            return self.form((), "drain", msgspec.structs.replace(unsaved, node_ids=(), saved=None))
         return Plan(None, Waiting(what="save", node_ids=(saver.node_id,)))

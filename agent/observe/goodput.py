@@ -213,7 +213,7 @@ def summary(
 
 def _replayed_in_all(totals: Totals, *, commits: bool) -> str:
     if not commits:
-        return "replayed steps are not known: the script commits no steps"
+        return "replayed steps are not known: no step was committed"
     if not totals.is_at_least:
         return replayed(totals.replayed_steps) if totals.replayed_steps else "no step was lost"
     steps = f"at least {replayed(totals.replayed_steps)}" if totals.replayed_steps else "replayed steps are not known"

@@ -24,6 +24,7 @@ from agent.core.member_status import MemberStatus
 from agent.core.model import ExitReport, Failure, Group, Identity, Member, Result, Stored
 from agent.core.observations import Observations
 from agent.core.planner import accuse
+from agent.core.reasons import Requested
 from agent.core.view import ClusterView
 from agent.observe.goodput import summary, training_since
 
@@ -277,8 +278,11 @@ def sum_up(result: Result, last: Incident | None, view: ClusterView) -> Result:
     """Add to a result a summary of what the run's incidents cost. `last`: the newest incident."""
     if last is None or last.run != result.run:
         return result
+    totals = last.totals
+    if _has_ended_ranks(result, view):  # the steps after the snapshot are counted by nobody
+        totals = msgspec.structs.replace(totals, is_at_least=True)
     text = summary(
-        last.totals,
+        totals,
         training_since(last),
         result.at,
         has_failed=result.state == "failed",
@@ -286,6 +290,12 @@ def sum_up(result: Result, last: Incident | None, view: ClusterView) -> Result:
         resumed_after=last.step if last.is_first_start else 0,
     )
     return msgspec.structs.replace(result, summary=text)
+
+
+def _has_ended_ranks(result: Result, view: ClusterView) -> bool:
+    """Whether the job was stopped without a common last step of its ranks, so that steps may be made again."""
+    is_stopped = isinstance(result.reason, Requested) and result.reason.what == "stop"
+    return is_stopped and view.group is not None and not view.group.value.members
 
 
 def _has_committed(view: ClusterView) -> bool:

@@ -62,13 +62,13 @@ _DOING = {
 }
 _REQUESTED = {
     "np": "np is now {np}",
-    "leave": "{names} was asked to leave",
-    "exclude": "{names} was excluded by an operator",
+    "leave": "{names} {was} asked to leave",
+    "exclude": "{names} {was} excluded by an operator",
     "restart": "an operator asked for a restart",
     "pause": "paused by {by}: nothing changes until it is resumed",
     "stop": "stopped by {by}",
     "reset": "reset by {by}",
-    "start over": "started over",
+    "start over": "a new run begins",
 }
 _DATA_LOST = {
     "unknown": "etcd has lost the job, and no node has it cached",
@@ -79,12 +79,12 @@ _WAITING = {
     "nodes": "{because}; waiting a moment for more",
     "return": "etcd was away; waiting for {names} to return",
     "newer records": "waiting for {names} to publish newer records, if etcd has lost any",
-    "leave": "waiting for {names} to leave, and to save what only their memory holds",
+    "leave": "waiting for {names} to leave, and to save what nobody else holds in memory",
     "retry": "{because}{failures}; trying again in a moment",
     "warm": "{because}; waiting for {names} to be warm",
     "inventory": "waiting for {names} to say what can be resumed from",
     "save": "waiting for {names} to save what its memory holds",
-    "handoff": "{because}; its ranks are to stop after a common step and save it",
+    "handoff": "{because}; the ranks are to stop after a common step and save it",
 }
 
 
@@ -113,10 +113,16 @@ def describe(reason: Reason) -> str:  # noqa: C901, PLR0911, PLR0912 - one for e
             return f"{listed(node_ids)} and the others do not reach each other" if node_ids else ""
         case WorkersFailed():
             return _workers_failed(reason)
-        case Requested(what="stop", node_ids=node_ids, by=by) if node_ids:
-            return f"stopped by {by}; the last steps, which only the memory of {listed(node_ids)} has, are not saved"
+        case Requested(what="stop", node_ids=node_ids, by=by, saved=saved) if node_ids:
+            after = (
+                f"a new run begins after step {saved}"
+                if saved
+                else "there is no checkpoint, so that a new run begins anew"
+            )
+            return f"stopped by {by}; what only the memory of {listed(node_ids)} had could not be saved: {after}"
         case Requested(what=what, node_ids=node_ids, np=np, by=by):
-            return _REQUESTED[what].format(names=listed(node_ids), np=np, by=by)
+            was = "was" if len(node_ids) == 1 else "were"
+            return _REQUESTED[what].format(names=listed(node_ids), was=was, np=np, by=by)
         case CheckpointOnDisk(node_id=node_id, checkpoint=checkpoint):
             return f"{node_id} has the checkpoint {checkpoint} on its disk"
         case DataLost(state=state):
@@ -132,7 +138,7 @@ def describe(reason: Reason) -> str:  # noqa: C901, PLR0911, PLR0912 - one for e
         case Waiting():
             return _waiting(reason)
         case Finished(ranks=ranks, group=group):
-            return f"all {ranks} ranks finished in group {group}"
+            return f"{f'all {ranks} ranks' if ranks > 1 else 'the only rank'} finished in group {group}"
         case GaveUp(after_s=after_s, waiting=waiting):
             return f"gave up after {after_s:g} s of {describe(waiting)}"
         case NotRetried():

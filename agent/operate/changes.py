@@ -84,17 +84,30 @@ def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: 
     with open_job(target, only_live=True, may_have_servers=True) as (store, keys):
         if read_roles(store, keys).spec is not None:
             return roles.stop(store, keys, wait_s=wait_s, is_agreed=is_agreed, as_json=as_json)
+        ended = read_view(store, keys).result
+        if ended is not None and ended.value.state == "stopped":  # by another user, a moment ago
+            return _print_end(keys, ended.value, as_json=as_json)
         view = live_spec(store, keys).view
         if not view.nodes:
             raise ConfigError(f"no agent of job {keys.job_id!r} is running: there is nothing to stop")
         group = view.group.value if view.group is not None else None
         size = _size(group) if group is not None and group.members else "not training"
-        confirm(f"Stop job {keys.job_id}, once its training is saved ({size})?", is_agreed=is_agreed)
+        confirm(
+            f"Stop job {keys.job_id} ({size}), once it has saved the steps that its script commits?",
+            is_agreed=is_agreed,
+        )
         change_spec(store, keys, lambda seen: {"stopped_by": seen.spec.stopped_by or current_user()})
         result = _wait_for_end(store, keys, wait_s) if wait_s is not None else None
     if result is None:
-        message = "stopping: it saves its training, then its agents exit with code 0; `reset` allows a new run"
+        message = (
+            "stopping: it saves the steps that its script commits, then its agents exit with code 0; "
+            "`reset` allows a new run"
+        )
         return print_result(keys.job_id, "stop", message, as_json=as_json, has_ended=False)
+    return _print_end(keys, result, as_json=as_json)
+
+
+def _print_end(keys: JobKeys, result: Result, *, as_json: bool) -> int:
     return print_result(keys.job_id, "stop", f"has ended: {describe(result.reason)}", as_json=as_json, has_ended=True)
 
 

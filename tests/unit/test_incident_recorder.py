@@ -39,7 +39,7 @@ from agent.core.model import (
     Stored,
 )
 from agent.core.observations import Observations
-from agent.core.reasons import Hang, NodesThere
+from agent.core.reasons import Hang, NodesThere, Requested
 from agent.core.state import AgentState, Leaving
 from agent.core.view import Backlog, ClusterView
 from agent.observe.incident_log import open_from_records
@@ -402,6 +402,16 @@ def test_a_result_says_what_the_incidents_cost() -> None:
     assert told == msgspec.structs.replace(result, summary="1 incident cost 5.0 s; goodput 95.0 %; 2 replayed steps")
     assert summarize(Recorder(), leads(view), msgspec.structs.replace(result, run="other")).summary == ""
     assert summarize(Recorder(), AgentState(ME, POLICY), result) == result
+
+
+def test_of_a_job_whose_ranks_were_ended_before_they_saved_the_lost_steps_are_not_known() -> None:
+    """One agent saved its newest snapshot, and nobody has counted the steps after it."""
+    stop = Requested(what="stop", by="me")
+    result = Result(run="r", group=3, succeeded=False, exit_code=0, reason=stop, at=201.0)
+    for last, is_known in ((group(3), True), (group(3, members=()), False)):
+        ended = msgspec.structs.replace(FIRST, group=3, at=120.0)
+        view = shown(last, incidents=[stored(ended)], restore_point=begun(2, 5))
+        assert ("not known" not in summarize(Recorder(), leads(view), result).summary) is is_known
 
 
 def test_the_result_of_a_job_that_failed_has_no_goodput() -> None:

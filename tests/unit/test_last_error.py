@@ -341,6 +341,16 @@ ModuleNotFoundError: No module named 'torchh'
 """
 
 
+USAGE = """\
+usage: train.py [-h] [--epochs EPOCHS]
+train.py: error: unrecognized arguments: --epoch=3
+"""
+
+
+def test_a_wrong_option_is_the_error_of_a_script() -> None:
+    assert find_error(USAGE, 0) == ("train.py: error: unrecognized arguments: --epoch=3", "")
+
+
 @pytest.mark.parametrize(
     ("text", "script_error"),
     [
@@ -350,6 +360,10 @@ ModuleNotFoundError: No module named 'torchh'
             "  File \"/job/t.py\", line 3\n    if x\n        ^\nSyntaxError: expected ':'\n",
             "SyntaxError: expected ':' (/job/t.py, line 3)",
         ),
+        (USAGE, "train.py: error: unrecognized arguments: --epoch=3"),
+        ("Usage: train.py [OPTIONS]\n\nError: No such option: --epoch\n", "Error: No such option: --epoch"),
+        (USAGE + "something else\n", ""),
+        ("train.py: error: it was not found\n", ""),
         (CHAINED, ""),  # a RuntimeError: torch raises it for many reasons
         (CUDA, ""),
         (DISTRIBUTED, ""),

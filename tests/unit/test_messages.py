@@ -85,18 +85,25 @@ SENTENCES: list[tuple[Reason, str]] = [
         "the master's port on a was taken",
     ),
     (Requested(what="np", np="1:3"), "np is now 1:3"),
-    (Requested(what="leave", node_ids=("a", "b")), "a and b was asked to leave"),
+    (Requested(what="leave", node_ids=("a", "b")), "a and b were asked to leave"),
     (Requested(what="exclude", node_ids=("a",)), "a was excluded by an operator"),
     (Requested(what="restart"), "an operator asked for a restart"),
     (Requested(what="pause", by="{me}"), "paused by {me}: nothing changes until it is resumed"),
     (Requested(what="stop", by="me"), "stopped by me"),
     (
-        Requested(what="stop", by="me", node_ids=("a", "b")),
-        "stopped by me; the last steps, which only the memory of a and b has, are not saved",
+        Requested(what="stop", by="me", node_ids=("a", "b"), saved=7),
+        "stopped by me; what only the memory of a and b had could not be saved: a new run begins after step 7",
+    ),
+    (
+        Requested(what="stop", by="me", node_ids=("a",), saved=0),
+        (
+            "stopped by me; what only the memory of a had could not be saved: there is no checkpoint, so that a new "
+            "run begins anew"
+        ),
     ),
     (Waiting(what="save", node_ids=("a",)), "waiting for a to save what its memory holds"),
     (Requested(what="reset", by="me"), "reset by me"),
-    (Requested(what="start over"), "started over"),
+    (Requested(what="start over"), "a new run begins"),
     (ON_DISK, "b has the checkpoint n on its disk"),
     (DataLost(state="unknown"), "etcd has lost the job, and no node has it cached"),
     (DataLost(state="collecting"), "etcd has lost data; waiting for all members to publish their cached records"),
@@ -158,7 +165,7 @@ SENTENCES: list[tuple[Reason, str]] = [
     (Waiting(what="checkpoint", because=ON_DISK), "waiting for b: only its own disk has the checkpoint n"),
     (
         Waiting(what="handoff", because=Requested(what="np", np="2")),
-        "np is now 2; its ranks are to stop after a common step and save it",
+        "np is now 2; the ranks are to stop after a common step and save it",
     ),
     (FINISHED, "all 2 ranks finished in group 1"),
     (GaveUp(after_s=9.0, waiting=FEW), "gave up after 9 s of waiting for 1 of 2 nodes; here: a"),

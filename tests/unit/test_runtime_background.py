@@ -160,8 +160,8 @@ def test_an_error_in_the_background_is_reported_at_once_and_raised_to_the_waitin
         ours.write(Content({}), step=7, world_size=1, metrics={})
         ours.wait_for_disk()
         assert capsys.readouterr().err == (
-            f"trainer_runtime: step 7 was NOT saved in {tmp_path}: [Errno 30] Read-only file system; the older "
-            "checkpoint is kept, and the next save is due as usual\n"
+            f"trainer_runtime: step 7 was NOT saved in {tmp_path}: [Errno 30] Read-only file system; what was "
+            "saved before is kept, and the next save is due as usual\n"
         )
         with pytest.raises(OSError, match="Read-only"):
             ours.finish()

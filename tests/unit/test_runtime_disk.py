@@ -205,6 +205,6 @@ def test_a_save_that_is_larger_than_a_file_may_be_names_the_limit(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, resource.RLIM_INFINITY))
     writer.warn_not_saved(7, tmp_path, OSError(errno.EFBIG, "File too large"))
     assert (
-        "[Errno 27] File too large (a file may have no more than 8 MiB: ulimit -f); the older"
+        "[Errno 27] File too large (a file may have no more than 8 MiB: ulimit -f); what was saved"
         in capsys.readouterr().err
     )

@@ -551,3 +551,37 @@ def test_what_a_script_changes_after_the_commit_in_which_it_has_moved_is_left_ou
     said = capsys.readouterr().err
     assert "State's best changed between commit() and the next item, as the group changed" in said
     assert "the body of epoch" not in said
+
+
+@pytest.mark.parametrize("has_generator", [True, False], ids=["a generator in State", "the global random state"])
+@pytest.mark.parametrize("stop_after", [5, 15, 20])
+def test_a_torch_loader_with_persistent_workers_has_its_order_after_a_restart(
+    tmp_path: Path, stop_after: int, *, has_generator: bool
+) -> None:
+    """It draws a seed for its workers once, before its first order. The last save is between two epochs."""
+
+    def train(directory: Path, stop_after: int) -> list[int]:
+        torch.manual_seed(1)
+        generator = torch.Generator().manual_seed(9)
+        loader = TorchLoader(
+            range(40),  # type: ignore[arg-type]
+            batch_size=4,
+            shuffle=True,
+            generator=generator if has_generator else None,
+            num_workers=1,
+            persistent_workers=True,
+        )
+        state, taken = tr.State(generator=generator, checkpoint_dir=directory, save_every=10**9), list[int]()
+        for _ in state.epochs(3):
+            for batch in state.steps(loader):
+                taken += batch.tolist()
+                state.commit()
+                if state.step == stop_after and stop_after % 10:
+                    break
+            if state.step == stop_after:
+                state.save()
+                return taken
+        return taken
+
+    expected = train(tmp_path / "undisturbed", 0)
+    assert train(tmp_path / "broken", stop_after) + train(tmp_path / "broken", 0) == expected

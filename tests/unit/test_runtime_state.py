@@ -643,6 +643,16 @@ def test_steps_is_used_once_per_epoch(tmp_path: Path) -> None:
             next(state.steps(range(2)))
 
 
+def test_a_loop_over_epochs_within_another_one_is_refused(tmp_path: Path) -> None:
+    """Both would count the same epochs, and the outer one end early."""
+    state = new_state(tmp_path)
+    for _ in state.epochs(2):
+        with pytest.raises(RuntimeError, match="within a loop over it"):
+            next(state.epochs(3))
+        break
+    assert next(state.epochs(3)) == 0
+
+
 def test_a_finished_training_takes_no_further_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_until(new_state(tmp_path), None)
     assert "no step is left to make" not in capsys.readouterr().err
@@ -698,7 +708,7 @@ def test_a_failing_disk_does_not_stop_the_training(
         state.commit()
         settle_failed(state)
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"step 2 was NOT saved in {tmp_path}: [Errno 28] No space left on device; the older" in line
+        assert f"step 2 was NOT saved in {tmp_path}: [Errno 28] No space left on device; what was saved" in line
         with pytest.raises(OSError, match="No space left"):
             state.save()
     assert steps_saved(tmp_path) == [1]

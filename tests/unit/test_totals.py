@@ -49,7 +49,7 @@ def test_an_incident_that_cost_no_step_says_so() -> None:
 def test_what_a_script_without_commits_did_again_is_not_known() -> None:
     told = summary(Totals(incidents=1, downtime_s=1.0), 0.0, 10.0, commits=False)
     assert told == (
-        "1 incident cost 1.0 s; goodput 90.0 % at most; replayed steps are not known: the script commits no steps"
+        "1 incident cost 1.0 s; goodput 90.0 % at most; replayed steps are not known: no step was committed"
     )
 
 
