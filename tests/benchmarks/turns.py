@@ -81,6 +81,7 @@ class _Led:
     def _begin(self) -> None:
         """Form the first group, and let it begin."""
         me = self._state.me
+        self._turn(self._shown())  # the first view of an agent that was not restarted does not show it
         self._put(self._keys.leader, Leader(node_id=me.node_id, incarnation=me.incarnation), lease_id=1)
         for node in self.nodes:
             self._put(self._keys.node(node.node_id), node, lease_id=len(self._items) + 1)
