@@ -66,7 +66,7 @@ TOPICS = (
                 "fault_domain",
                 callback=drop_empty,
                 metavar="NAME",
-                default_text="the switch that Slurm names",
+                default_text="none; under Slurm, the switch that it names",
                 help="What this node shares with nodes that fail together, such as a rack: their ranks follow each "
                 "other, and copies of snapshots go to nodes of another one.",
             ),

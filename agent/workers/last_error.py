@@ -42,9 +42,11 @@ _CODE_ERRORS = {
 }
 """Exceptions that a script error raises each time. Excluded are errors of the system, of files, network,
 memory and devices, which may be gone at the next try; torch raises RuntimeError for many of these."""
-_USAGE = re.compile(r"usage: ", re.IGNORECASE)
-_USAGE_ERROR = re.compile(r"(?:[\w.-]+: error|Error): .+")
-"""The last line of argparse, or of click, about a wrong command line."""
+_USAGE_ERRORS = (
+    re.compile(r"^usage: ([^\n\[]+?) .*^(\1: error: [^\n]+)\n*\Z", re.MULTILINE | re.DOTALL),
+    re.compile(r"^Usage: ([^\n]+)\n(?:Try [^\n]+\n)?\n*(Error: [^\n]+)\n*\Z", re.MULTILINE),
+)
+"""What argparse and click print last about a wrong command line."""
 _SHARED_LIBRARY = "shared object"
 """Part of an ImportError's text if a system library could not be loaded."""
 _THROWN = re.compile(r"terminate called after throwing an instance of '(.*)'(?:\n.*?what\(\): +(.*))?")
@@ -132,14 +134,13 @@ def _exception(text: str) -> ErrorText:
             if _EXCEPTION.fullmatch(body):
                 return _bounded(body, "\n".join(lines[_first_of_chain(lines, at) :]))
     error = _last(_SYNTAX_ERROR, text)
-    return _bounded(error.group() if error else _usage_error(lines), "")
+    return _bounded(error.group() if error else _usage_error(text), "")
 
 
-def _usage_error(lines: list[str]) -> str:
-    """Return what a parser of command lines has printed last; empty: nothing."""
-    said = [line for line in lines if line.strip()]
-    is_about_usage = bool(said) and any(_USAGE.match(line) for line in said[:-1])
-    return said[-1] if is_about_usage and _USAGE_ERROR.fullmatch(said[-1]) else ""
+def _usage_error(text: str) -> str:
+    """Return the line in which argparse or click refuses the command line, if it is the last one; empty: it is not."""
+    found = (pattern.search(text) for pattern in _USAGE_ERRORS)
+    return next((match[2] for match in found if match), "")
 
 
 def find_script_error(text: str) -> str:
@@ -153,7 +154,7 @@ def find_script_error(text: str) -> str:
         group existed by then, which torch's line prefix shows: later errors may depend on other ranks.
     """
     lines = text.split("\n")
-    if usage_error := _usage_error(lines):  # no process group exists yet, or each try ends so all the same
+    if usage_error := _usage_error(text):  # the command line is the same at each try
         return _encodable(usage_error[:_ERROR_CHARACTERS])
     headers = [number for number, line in enumerate(lines) if line == _HEADER]
     if any(line.endswith(_HEADER) and line != _HEADER for line in lines):

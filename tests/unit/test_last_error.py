@@ -364,6 +364,9 @@ def test_a_wrong_option_is_the_error_of_a_script() -> None:
         ("Usage: train.py [OPTIONS]\n\nError: No such option: --epoch\n", "Error: No such option: --epoch"),
         (USAGE + "something else\n", ""),
         ("train.py: error: it was not found\n", ""),
+        ("Usage: train.py [OPTIONS]\nTry 'train.py -h' for help.\n\nError: Missing option\n", "Error: Missing option"),
+        ("Usage: 80 % of the GPU\nstep 3\nError: the connection was lost\n", ""),
+        (USAGE.replace("train.py: error", "other.py: error"), ""),
         (CHAINED, ""),  # a RuntimeError: torch raises it for many reasons
         (CUDA, ""),
         (DISTRIBUTED, ""),
