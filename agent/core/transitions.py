@@ -124,7 +124,7 @@ def due_before_stop(
         before,
         inventory=before.inventory
         or Inventory(group=number, node_id=me.node_id, incarnation=me.incarnation, copies=copies),
-        has_failed_to_save=has_failed_to_save,
+        has_failed_to_save=before.has_failed_to_save or has_failed_to_save,
     )
     return None if status == before else fx.WriteStatus(status, group.mod_revision, written.revision_of(number))
 
