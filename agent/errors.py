@@ -7,6 +7,7 @@ from __future__ import annotations
 
 EXIT_USAGE = 2
 EXIT_STORE = 69
+EXIT_UNSAVED = 74
 EXIT_TIMEOUT = 75
 EXIT_BUDGET = 76
 

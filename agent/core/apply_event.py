@@ -75,7 +75,7 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     is_back = state.is_store_lost
     # A follower's view is as old as its last read, and a view that was read before our last write may still arrive. If
     # it was read after that write, etcd has lost its history without an outage that this agent saw.
-    is_behind = not view.is_whole and view.revision < state.settled_revision and not state.must_refresh
+    is_behind = not (view.is_whole or state.must_refresh or view.includes(state.settled_revision))
     if is_older or is_back or is_behind:  # perhaps another history: what we wrote, and its revision, may be gone
         state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
     if is_back:
@@ -171,9 +171,9 @@ def _on_done(state: AgentState, answer: ev.WriteAnswered) -> AgentState:
             state = replace(state, holder=None)
         case _:
             pass
-    # A follower's view has no order between its keys: only a new read is known to include the write.
-    is_ordered = state.view is not None and state.view.is_whole
-    return replace(state, settled_revision=answer.revision, must_refresh=not is_ordered)
+    # A leader's view will include the write, for its changes come in order. A follower's does if it was shown there.
+    will_include = state.view is not None and (state.view.is_whole or state.view.includes(answer.revision))
+    return replace(state, settled_revision=answer.revision, must_refresh=not will_include)
 
 
 def _on_id_held(state: AgentState, holder: fx.NodeIdHolder, now: float) -> AgentState:

@@ -25,7 +25,7 @@ from signal import SIGKILL
 from agent.core.backoff import doubled_s
 from agent.core.causes import first_failure
 from agent.core.model import ExitReport, Failure, Group, Identity
-from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
+from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_UNSAVED, EXIT_USAGE
 from trainer_runtime.contract import EXIT_NO_RESTART, EXIT_RESTART
 
 _WINDOWS_WITHOUT_STEPS = 60
@@ -38,7 +38,9 @@ _BACK_OFF_S = 0.5
 """Delay before the second restart."""
 _BACK_OFF_MAX_S = 30.0
 
-_AGENT_EXIT_CODES = frozenset({EXIT_USAGE, EXIT_STORE, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
+_AGENT_EXIT_CODES = frozenset(
+    {EXIT_USAGE, EXIT_STORE, EXIT_UNSAVED, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART}
+)
 """Exit codes that have a meaning of their own, so a failed job does not end with them by accident."""
 
 

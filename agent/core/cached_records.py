@@ -60,11 +60,8 @@ def lost_data(view: ClusterView) -> CachedRecords | None:
 
 
 def _shown(view: ClusterView) -> list[CachedRecords]:
-    """The records in a view: one entry, or none if they are of different runs.
-
-    A follower may see one of two records that were written together before it sees the other.
-    """
-    if view.spec is None or (view.group is not None and view.group.value.run != view.spec.value.run):
+    """The records in a view: one entry, or none if there is no spec."""
+    if view.spec is None:
         return []
     shown = CachedRecords(
         spec=view.spec.value,

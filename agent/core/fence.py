@@ -18,17 +18,17 @@ from agent.core.model import Checkpoint
 from agent.core.reasons import CommitRefused
 from agent.core.view import ClusterView
 
-Settled = fx.AnswerPublish | fx.WriteCheckpoint | fx.Refresh | None
+Settled = fx.AnswerPublish | fx.WriteCheckpoint | None
 
 
 def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool = False) -> Settled:
     """Return the answer to the worker if it is certain, otherwise the effect that leads to it. None: wait.
 
     A record in a view may be older than the one in etcd, but never newer, and records never go back. So if this view
-    makes the commit impossible, it stays impossible, and a write that is based on an old record is refused. But our
-    write may have been applied just before. So a newer group is a refusal only in a view that is complete up to that
-    group. What the last group made may still be committed after it was replaced by one without members, which has no
-    restore point: see `last_checkpoint.py`.
+    makes the commit impossible, it stays impossible, and a write that is based on an old record is refused. Our write
+    may have been applied just before the next group was formed; a view that has that group then has our record too.
+    What the last group made may still be committed after it was replaced by one without members, which has no restore
+    point: see `last_checkpoint.py`.
 
     Args:
         asked: the request of the worker.
@@ -43,8 +43,7 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
     if committed is not None and _is_same(committed, asked.checkpoint):
         return fx.AnswerPublish(asked.group, asked.checkpoint.copy, committed, None)
     if group.value.number > asked.group:
-        is_complete = view.revision >= group.mod_revision
-        return _no(asked, CommitRefused(why="group", group=group.value.number)) if is_complete else fx.Refresh()
+        return _no(asked, CommitRefused(why="group", group=group.value.number))
     if restore_point.value.group != asked.group and group.value.members:
         return None
     reason = refusal(asked.checkpoint, committed, restore_point.value, run)

@@ -89,7 +89,7 @@ def _is_named(state: AgentState) -> bool:
 
 def _is_view_current(state: AgentState) -> bool:
     """Whether the view includes what this agent has written: perhaps a checkpoint of a rank is being committed."""
-    is_read = state.view is not None and state.view.revision >= state.settled_revision
+    is_read = state.view is not None and state.view.includes(state.settled_revision)
     return is_read and state.pending is None and not state.must_refresh
 
 

@@ -6,8 +6,10 @@ event does no harm. Three things are decided separately, in this order:
 
 - **Workers** follow the group record. Workers of a group that is no longer current are stopped. Workers of the current
   group are started once no process of an older group is left here, and are sent their restore point.
-- **The store**: at most one write is under way. In order of priority: the job's spec, our node record, the status of
-  our workers, suspected neighbours, the checkpoint of a local worker, leadership, and, for the leader, what it planned.
+- **The store**: at most one write is under way. In order of priority: the job's spec, suspected neighbours, our node
+  record, the status of our workers, the checkpoint of a local worker, leadership, and, for the leader, what it planned.
+  Suspicions come before the node record, because a node that says that it reaches the group may be admitted at once:
+  one that it has not withdrawn by then would count as a member's, and cost the suspected member its place.
 - **Leaving**: when the job has ended, or a signal asked for it, once the workers are gone. The last agent of a job that
   has not ended first saves the snapshot in its memory (`last_checkpoint.py`).
 
@@ -24,6 +26,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, last_checkpoint, neighbours
 from agent.core.apply_event import apply_event, ask_to_leave, held_until, leave_as_asked, should_start_over
+from agent.core.backoff import spread
 from agent.core.handoff import stopped_at
 from agent.core.incident import GroupChange, members_of
 from agent.core.local_workers import PLANNED, Patience, Place, follow_group
@@ -37,6 +40,8 @@ from agent.core.view import ClusterView
 
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
+_CAMPAIGN_PLACES = 100
+"""Over how many places the agents that are no members are spread."""
 _SIGTERM = 15
 
 
@@ -125,6 +130,8 @@ def _plan(state: AgentState, now: float) -> Plan | None:
         return None
     if state.is_store_lost:  # nodes in the view may be gone, and a write may be applied without an answer
         return None
+    if _is_new(state, state.view):
+        return None
     return plan(state.view, state.seen, state.policy, now)
 
 
@@ -132,13 +139,11 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
     cached = state.cached
     if cached is None:
         return state, ()
-    wanted = None
     group = state.group
-    if state.leaving is None and group is not None and state.is_member:
-        wanted = group if group.run == cached.spec.run else None
+    wanted = group if state.leaving is None and state.is_member else None
     patience = Patience(_grace_s(state), state.policy.kill_timeout_s, state.policy.same_within_s)
     may_wait = wanted is None and _may_wait(state, cached.spec)
-    joined = _as_member(state, group, cached.spec) if may_wait and group is not None else None
+    joined = _as_member(state, group) if may_wait and group is not None else None
     place = Place(wanted, state.identity, cached.spec, joined, may_wait=may_wait)
     workers, effects = follow_group(state.workers, place, now, patience)
     if workers is not state.workers:
@@ -154,10 +159,10 @@ def _may_wait(state: AgentState, spec: Spec) -> bool:
     return spec.in_place and is_wanted and not state.health
 
 
-def _as_member(state: AgentState, group: Group, spec: Spec) -> Group | None:
+def _as_member(state: AgentState, group: Group) -> Group | None:
     """Return the current group as if this node had joined it; None if it cannot for now."""
     registered = state.registered
-    if registered is None or not group.members or group.run != spec.run or state.identity in group.left_out:
+    if registered is None or not group.members or state.identity in group.left_out:
         return None
     return msgspec.structs.replace(group, members=(*group.members, registered.value.member), in_place=True)
 
@@ -258,15 +263,15 @@ def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     if state.must_refresh:
         return fx.Refresh()
     view = state.view
-    if view is None or view.revision < state.settled_revision:
+    if view is None or not view.includes(state.settled_revision):
         return None
     if is_leaving:
         return _commit_effect(state, now)
     return (
         _spec_effect(state, view)
+        or _neighbours_effect(state, view, now)
         or _place_effect(state, now)
         or _status_effect(state, view, now)
-        or _neighbours_effect(state, view, now)
         or _commit_effect(state, now)
         or _leader_effect(state, view, now)
     )
@@ -300,9 +305,12 @@ def _spec_effect(state: AgentState, view: ClusterView) -> fx.StoreEffect | None:
     if view.result is not None and should_start_over(state, view):
         last = begin_again(view.group.value if view.group is not None else None, state.me.run)
         return fx.StartOver(_spec(state, last.number + 1), last, view.result.mod_revision)
-    if view.spec is None and state.cached is None:
-        return fx.CreateSpec(_spec(state, 1))
-    return None
+    return fx.CreateSpec(_spec(state, 1)) if state.is_leader and _is_new(state, view) else None
+
+
+def _is_new(state: AgentState, view: ClusterView) -> bool:
+    """Whether the job has no records yet. A leader's view shows it; otherwise other nodes may have cached some."""
+    return view.is_whole and view.spec is None and state.cached is None and not view.cached
 
 
 def _spec(state: AgentState, first_group: int) -> Spec:
@@ -342,7 +350,11 @@ def _campaign_at(state: AgentState) -> float | None:
         return None
     members = state.group.members if state.group is not None else ()
     rank = state.group.node_rank(state.identity) if state.group is not None else None
-    place = rank if rank is not None else len(members)  # members know the job best
+    if rank is None:  # members know the job best; the others do not all try at once, as each in vain costs two requests
+        share = 2.0 * spread(state.incarnation) - 1.0
+        place = len(members) + share * min(state.me.np_max, _CAMPAIGN_PLACES)
+    else:
+        place = rank
     return state.leaderless_since + min(place * _CAMPAIGN_STEP_S, _CAMPAIGN_MAX_S)
 
 

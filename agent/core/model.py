@@ -29,6 +29,7 @@ from agent.core.bounds import (
 )
 from agent.core.reasons import FailedWorker, GroupReason, Hang, ResultReason, UnfitReason
 from agent.core.ring import ring
+from agent.errors import EXIT_UNSAVED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +54,7 @@ class MemberRecord(Record, frozen=True, kw_only=True, dict=True):
 
 
 class Spec(Record, frozen=True, kw_only=True):
-    """The wanted state of the job. Written by the first agent, then by commands such as `scale`."""
+    """The wanted state of the job. Written by the leader of a new job, then by commands such as `scale`."""
 
     run: Run
     """Random id, new at each fresh start of the job. It is part of the name of every checkpoint."""
@@ -213,7 +214,7 @@ class Group(Record, frozen=True, kw_only=True, dict=True):
     """The nodes that train together. Numbers only grow, and a group is never rewritten under its number."""
 
     run: Run
-    """The run that the group belongs to. A follower may see the group before the spec that was written with it."""
+    """The run that the group belongs to."""
     number: Count
     members: tuple[Member, ...]
     """In rank order. Empty: the job waits for nodes, and no older group can come back."""
@@ -267,17 +268,32 @@ class Group(Record, frozen=True, kw_only=True, dict=True):
         return ring(self.members)
 
     @cached_property
-    def places(self) -> Mapping[Identity, int]:
-        """The place of each member in the ring."""
-        return {member.identity: place for place, member in enumerate(self.ring)}
+    def _ranks_by_id(self) -> Mapping[str, int]:
+        return {member.node_id: rank for rank, member in enumerate(self.members)}
+
+    @cached_property
+    def _places_by_id(self) -> Mapping[str, int]:
+        return {member.node_id: place for place, member in enumerate(self.ring)}
 
     def node_rank(self, who: Identity) -> int | None:
-        """The node rank of a member. None: it is no member."""
-        return self.node_ranks.get(who)
+        """The node rank of a member. None: it is no member.
+
+        Most agents ask for a few members only, so it costs less than one look at `node_ranks` of a large group.
+        """
+        return _place_of(who, self._ranks_by_id, self.members)
+
+    def ring_place(self, who: Identity) -> int | None:
+        """The place of a member in the ring. None: it is no member."""
+        return _place_of(who, self._places_by_id, self.ring)
 
     def first_rank(self, node_rank: int) -> int:
         """The global rank of the first rank process on that node."""
         return self._first_ranks[node_rank]
+
+
+def _place_of(who: Identity, by_id: Mapping[str, int], members: tuple[Member, ...]) -> int | None:
+    place = by_id.get(who.node_id)
+    return place if place is not None and members[place].incarnation == who.incarnation else None
 
 
 class StateId(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -544,7 +560,7 @@ class Result(Record, frozen=True, kw_only=True):
         """The result in one word."""
         if self.succeeded:
             return "succeeded"
-        return "failed" if self.exit_code else "stopped"
+        return "stopped" if self.exit_code in {0, EXIT_UNSAVED} else "failed"
 
 
 T = TypeVar("T")

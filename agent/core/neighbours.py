@@ -51,14 +51,14 @@ Links = tuple[LinkView, ...]
 
 def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
     """The members before and after this node in the ring. Empty if the node is no member."""
-    mine, size = group.places.get(me), len(group.members)
+    mine, size = group.ring_place(me), len(group.members)
     beside = {(mine - 1) % size, (mine + 1) % size} - {mine} if mine is not None else set()
     return tuple(group.ring[place] for place in sorted(beside))
 
 
 def next_member(group: Group, me: Identity) -> Member | None:
     """The member after this node in the ring, which also holds its large parts. None: there is no other."""
-    mine, size = group.places.get(me), len(group.members)
+    mine, size = group.ring_place(me), len(group.members)
     return None if mine is None or size == 1 else group.ring[(mine + 1) % size]
 
 
@@ -76,12 +76,14 @@ def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | N
         return neighbours(group, me)
     silent = {link.who for link in links if link.state is LinkState.SILENT}
     own = view.present.get(me) if view is not None else None
-    beside = {group.members[0], group.members[-1]}
+    beside = {group.members[0].node_id, group.members[-1].node_id}
     if own is not None:
         places = ring((*group.members, own.value.member))
         at = places.index(own.value.member)
-        beside = {places[at - 1], places[(at + 1) % len(places)]}
-    return tuple(member for member in group.members if member in beside or member.identity in silent)
+        beside = {places[at - 1].node_id, places[(at + 1) % len(places)].node_id}
+    return tuple(
+        member for member in group.members if member.node_id in beside or (silent and member.identity in silent)
+    )
 
 
 def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: float) -> Links:

@@ -35,9 +35,7 @@ Pairs = frozenset[frozenset[Identity]]
 
 def among_members(view: ClusterView) -> list[Suspicion]:
     """The suspicions of members of the current group against each other."""
-    here = view.group.value.node_ranks if view.group is not None else {}
-    suspicions = (stored.value for stored in view.suspects)
-    return [each for each in suspicions if each.identity in here and each.accuser in here]
+    return [each for each in _of_members(view) if _is_by_member(each, view)]
 
 
 def is_examined(group: Group, view: ClusterView | None) -> bool:
@@ -63,10 +61,20 @@ def reported_silent(view: ClusterView) -> Pairs:
 
 def unreachable_from_outside(view: ClusterView) -> Pairs:
     """Pairs of a member of the current group and a node outside that does not reach it."""
-    here = view.group.value.node_ranks if view.group is not None else {}
-    suspicions = (stored.value for stored in view.suspects)
-    outside = (each for each in suspicions if each.identity in here and each.accuser not in here and not each.is_lost)
+    outside = (each for each in _of_members(view) if not each.is_lost and not _is_by_member(each, view))
     return frozenset(frozenset((each.accuser, each.identity)) for each in outside)
+
+
+def _of_members(view: ClusterView) -> list[Suspicion]:
+    """The suspicions of members of the current group, whoever reports them."""
+    if view.group is None:
+        return []
+    group = view.group.value
+    return [stored.value for stored in view.suspects if group.node_rank(stored.value.identity) is not None]
+
+
+def _is_by_member(suspicion: Suspicion, view: ClusterView) -> bool:
+    return view.group is not None and view.group.value.node_rank(suspicion.accuser) is not None
 
 
 def choose_connected(

@@ -21,6 +21,7 @@ from agent.core.handoff import PlannedChange, are_ranks_quiesced
 from agent.core.model import Group, RestorePoint
 from agent.core.proposals import Plan, node_ids
 from agent.core.reasons import Finished, ProcessesLeft, Requested, Waiting
+from agent.errors import EXIT_UNSAVED
 
 
 class Stopping(Gathering):
@@ -34,7 +35,7 @@ class Stopping(Gathering):
         return self._end_ranks(group, reason) if group.members else self._save(group, reason)
 
     def _end(self, reason: Requested) -> Plan:
-        return self.finish(0, reason, succeeded=False)
+        return self.finish(0 if reason.saved is None else EXIT_UNSAVED, reason, succeeded=False)
 
     def _end_ranks(self, group: Group, reason: Requested) -> Plan:
         done = {each.identity for each in self.view.exits if each.failure is None}

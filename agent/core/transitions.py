@@ -55,8 +55,9 @@ class WorkerObservations:
 
     def keep_clocks(self, groups: tuple[Group | None, ...]) -> WorkerObservations:
         """Keep only the clocks of members of these groups. In a long job many nodes come and go."""
-        here = {member.identity for group in groups if group is not None for member in group.members}
-        return replace(self, clocks=tuple(clock for clock in self.clocks if clock.who in here))
+        shown = [group for group in groups if group is not None]
+        here = (clock for clock in self.clocks if any(group.node_rank(clock.who) is not None for group in shown))
+        return replace(self, clocks=tuple(here))
 
 
 def due_status(

@@ -54,6 +54,8 @@ class ClusterView:
     """It includes everything written up to this revision, and may include some later writes."""
     is_whole: bool
     """False: seen by an agent that does not lead, without the `nodes` and `statuses` of others."""
+    own_revision: int = 0
+    """It also includes what this agent itself wrote up to this revision."""
     spec: Stored[Spec] | None = None
     leader: Stored[Leader] | None = None
     group: Stored[Group] | None = None
@@ -70,6 +72,10 @@ class ClusterView:
     incident: Stored[Incident] | None = None
     """The one that made the current group. No decision reads it."""
     backlog: Backlog = field(default_factory=Backlog)
+
+    def includes(self, revision: int) -> bool:
+        """Whether the view is as new as the write or the read of this agent that had this revision."""
+        return max(self.revision, self.own_revision) >= revision
 
     @cached_property
     def present(self) -> Mapping[Identity, Stored[Node]]:

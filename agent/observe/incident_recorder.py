@@ -159,7 +159,7 @@ def _may_write(recorder: Recorder, state: AgentState, view: ClusterView, now: fl
     # A write would delay the one of the core that is under way. An agent that leaves has no later turn for it, and
     # after the job's result perhaps no agent has.
     is_last = state.leaving is not None or isinstance(state.pending, fx.WriteResult)
-    return view.revision >= state.settled_revision and (state.pending is None or is_last)
+    return view.includes(state.settled_revision) and (state.pending is None or is_last)
 
 
 def _due_write(entries: list[_Entry], leader_revision: int) -> IncidentWrite | None:

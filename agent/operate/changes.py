@@ -77,6 +77,9 @@ def _size(group: Group) -> str:
 def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: bool) -> int:
     """End a live job once its training is saved; with `wait_s` wait for the end.
 
+    Returns:
+        0, or `EXIT_UNSAVED` if the job has ended without saving all steps.
+
     Raises:
         ConfigError: there is no such job, or none of its agents is running.
         NotInTime: the job had not ended after `wait_s` seconds.
@@ -108,7 +111,8 @@ def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: 
 
 
 def _print_end(keys: JobKeys, result: Result, *, as_json: bool) -> int:
-    return print_result(keys.job_id, "stop", f"has ended: {describe(result.reason)}", as_json=as_json, has_ended=True)
+    print_result(keys.job_id, "stop", f"has ended: {describe(result.reason)}", as_json=as_json, has_ended=True)
+    return result.exit_code if result.state == "stopped" else 0
 
 
 def _wait_for_end(store: Store, keys: JobKeys, wait_s: float) -> Result:

@@ -162,8 +162,7 @@ class CollectiveClient(StoreClient):
             self._keys,
             self.keeper,
             lease_ttl_s=config.timing.lease_ttl_s,
-            catch_up=self._mirror.catch_up,
-            refresh_view=self._mirror.refresh,
+            followed=self._mirror,
             is_process_alive=is_process_alive,
         )
         self._run = around(self._writer.run)

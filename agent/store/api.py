@@ -57,11 +57,13 @@ class Snapshot:
 
     revision: int
     by_key: Mapping[str, KeyValue]
+    own_revision: int = 0
+    """It also includes what this client itself wrote up to this revision."""
 
     @classmethod
-    def of(cls, revision: int, items: Iterable[KeyValue]) -> Self:
+    def of(cls, revision: int, items: Iterable[KeyValue], own_revision: int = 0) -> Self:
         """Return a snapshot of these items."""
-        return cls(revision, {item.key: item for item in items})
+        return cls(revision, {item.key: item for item in items}, own_revision)
 
     @cached_property
     def items(self) -> tuple[KeyValue, ...]:

@@ -9,21 +9,41 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
+from agent import clock
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import IncidentWrite
 from agent.core.member_status import MemberStatus, WrittenStatus
-from agent.core.model import Node, Stored
+from agent.core.model import Group, Node, Stored
 from agent.errors import LeaseGone, RecordError, StoreUnavailable
+from agent.store import listed_members
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store
 from agent.store.keys import JobKeys, decode, encode
 from agent.store.lease import LeaseKeeper
+from agent.store.listed_members import MemberList, pack
 
 Writes = Sequence[Put | Delete]
 
 _INCIDENTS = 200
 """How many are kept."""
+
+
+class FollowedRecords(Protocol):
+    """What the agent sees of the job's records: a `Mirror`, which documents these methods."""
+
+    def catch_up(self) -> int | None:
+        """Read and deliver everything now, and return its revision; None if that is not possible."""
+        ...
+
+    def refresh(self) -> None:
+        """Have everything read and delivered later."""
+        ...
+
+    def show(self, writes: Writes, revision: int) -> None:
+        """Deliver what was just written."""
+        ...
 
 
 class JobWriter:
@@ -34,10 +54,9 @@ class JobWriter:
         keys: of the job.
         keeper: renews the lease that records of this agent are written under.
         lease_ttl_s: the length of that lease.
-        catch_up: reads and delivers the whole view now, and returns its revision; None if it cannot. May raise
-            `StoreUnavailable`.
-        refresh_view: has the whole view read and delivered later.
+        followed: what the agent sees of the job's records.
         is_process_alive: whether the agent of a node record runs on this host; None: unknown.
+        now: the clock of the keeper.
     """
 
     def __init__(
@@ -47,17 +66,17 @@ class JobWriter:
         keeper: LeaseKeeper,
         *,
         lease_ttl_s: float,
-        catch_up: Callable[[], int | None],
-        refresh_view: Callable[[], None],
+        followed: FollowedRecords,
         is_process_alive: Callable[[Node], bool | None],
+        now: Callable[[], float] = clock.now,
     ) -> None:
         self._store = store
         self._keys = keys
         self._keeper = keeper
         self._lease_ttl_s = lease_ttl_s
-        self._catch_up = catch_up
-        self._refresh_view = refresh_view
+        self._followed = followed
         self._is_process_alive = is_process_alive
+        self._now = now
         self._lease_id = 0
 
     def run(self, effect: fx.StoreEffect) -> ev.WriteAnswered:
@@ -111,11 +130,11 @@ class JobWriter:
 
     def _refresh(self, effect: fx.Refresh) -> ev.WriteAnswered:
         """Have everything read again. What is delivered is as new as the answer: the core waits for such a view."""
-        revision = self._catch_up()
+        revision = self._followed.catch_up()
         if revision is not None:
             return ev.WriteAnswered(effect, ev.Outcome.DONE, revision)
         answer = self._done(effect)
-        self._refresh_view()
+        self._followed.refresh()
         return answer
 
     def _update(self, effect: fx.UpdateNode) -> ev.WriteAnswered:
@@ -131,11 +150,12 @@ class JobWriter:
 
     def _take_up(self, stored: Stored[Node], node: Node) -> bool:
         """Keep the lease of a record alive from now on, if the record is our own and its lease lives."""
+        sent_at = self._now()
         ttl_s = self._store.refresh(stored.lease_id) if stored.value.incarnation == node.incarnation else 0.0
         if ttl_s <= 0.0:
             return False
         self._lease_id = stored.lease_id
-        self._keeper.hold(Lease(stored.lease_id, ttl_s))
+        self._keeper.hold(Lease(stored.lease_id, ttl_s), sent_at)
         return True
 
     def _done(self, effect: fx.StoreEffect) -> ev.WriteAnswered:
@@ -143,8 +163,10 @@ class JobWriter:
 
     def _transact(self, effect: fx.StoreEffect, compares: Sequence[Compare], writes: Writes) -> ev.WriteAnswered:
         result = self._store.transact(compares, writes)
-        outcome = ev.Outcome.DONE if result.succeeded else ev.Outcome.REFUSED
-        return ev.WriteAnswered(effect, outcome, result.revision)
+        if not result.succeeded:
+            return ev.WriteAnswered(effect, ev.Outcome.REFUSED, result.revision)
+        self._followed.show(writes, result.revision)  # before the answer: the core then need not have it read again
+        return ev.WriteAnswered(effect, ev.Outcome.DONE, result.revision)
 
     def _transaction(self, effect: fx.StoreEffect) -> tuple[Sequence[Compare], Writes]:
         """What is compared, and what is written if all of it holds."""
@@ -154,7 +176,8 @@ class JobWriter:
                 return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
             case fx.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
-                ended = [Delete(key) for key in (keys.result, keys.restore_point, keys.checkpoint, keys.handoff)]
+                last = (keys.result, keys.restore_point, keys.checkpoint, keys.handoff, keys.members)
+                ended = [Delete(key) for key in last]
                 reports = [Delete(prefix, is_prefix=True) for prefix in (keys.statuses(), keys.changes)]
                 return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *reports]
             case fx.UpdateNode() | fx.Campaign() | fx.WriteSuspicion() | fx.ClearSuspicion():
@@ -230,7 +253,10 @@ class JobWriter:
 
     def _group_writes(self, effect: fx.WriteGroup) -> Writes:
         keys, group, restored = self._keys, effect.group, effect.restored
-        writes: list[Put | Delete] = [Put(keys.group, encode(group))]
+        stored, listed = pack(group, self._listed(group))
+        writes: list[Put | Delete] = [Put(keys.group, encode(stored))]
+        if listed is not None:
+            writes.append(Put(keys.members, encode(listed)))
         # Usually only the incident is left of these: the rest was deleted when it was written.
         old = group.number - _INCIDENTS
         writes += [Delete(keys.incident(old)), Delete(keys.change(old)), Delete(keys.statuses(old), is_prefix=True)]
@@ -245,12 +271,22 @@ class JobWriter:
             writes += [Put(key, encode(record)) for key, record in again if record is not None]
         return writes
 
+    def _listed(self, group: Group) -> MemberList | None:
+        """The list of members in etcd, if this group is to refer to one. It changes only together with the group."""
+        if len(group.members) < listed_members.LISTED_FROM:
+            return None
+        items = self._store.read((KeyRange(self._keys.members),)).items
+        with contextlib.suppress(RecordError):  # damaged by hand: a new one replaces it
+            return decode(items[0], MemberList).value if items else None
+        return None
+
     def _register(self, effect: fx.Register, node: Node) -> ev.WriteAnswered:
         key = self._keys.node(node.node_id)
+        sent_at = self._now()
         # Not a new one for each try: an earlier try that lands late must not put our record under a lease let go of.
         lease = self._living_lease() or self._store.grant(self._lease_ttl_s)
         self._lease_id = lease.lease_id
-        self._keeper.hold(lease)  # first: should the answer be lost, the record is kept alive all the same
+        self._keeper.hold(lease, sent_at)  # first: should the answer be lost, the record is kept alive all the same
         answer = self._transact(effect, [Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)])
         return answer if answer.outcome is ev.Outcome.DONE else self._refused(effect, key)
 

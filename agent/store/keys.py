@@ -3,22 +3,25 @@
 All keys of a job lie under `/elastic-agent/{job_id}/`. The prefix ends with a slash, so that job `a` never sees
 the keys of job `ab`. Values are JSON with a version field `v`, decoded strictly: an unknown version, an unknown
 field or a wrong type is a `RecordError` that names the key. Large ones are compressed (zlib): every agent reads the
-group's record, and etcd takes requests of 1.5 MB.
+group's record, and etcd takes requests of 1.5 MB. A large group's members are in a list: see `listed_members.py`.
+
+All agents follow what is under `shared/`. It is one range, so its changes arrive in the order in which they were made.
 
 | key | lease | record |
 |---|---|---|
-| `spec` | no | `Spec` |
+| `shared/spec` | no | `Spec` |
+| `shared/leader` | yes | `Leader` |
+| `shared/group` | no | `Group` |
+| `shared/members` | no | `MemberList` |
+| `shared/restore_point` | no | `RestorePoint` |
+| `shared/handoff` | no | `HandoffRequest` |
+| `shared/checkpoint` | no | `Checkpoint` |
+| `shared/suspects/{node_id}/{by_node_id}` | of the neighbour | `Suspicion` |
+| `shared/result` | no | `Result` |
 | `nodes/{node_id}` | yes | `Node` |
-| `leader` | yes | `Leader` |
-| `group` | no | `Group` |
 | `status/{number}/{node_id}` | no | `MemberStatus` |
 | `changes/{number}` | no | `GroupChange` |
 | `incidents/{number}` | no | `Incident` |
-| `restore_point` | no | `RestorePoint` |
-| `handoff` | no | `HandoffRequest` |
-| `checkpoint` | no | `Checkpoint` |
-| `suspects/{node_id}/{by_node_id}` | of the neighbour | `Suspicion` |
-| `result` | no | `Result` |
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from agent.core.proposals import of_members
 from agent.core.view import Backlog, ClusterView
 from agent.errors import ConfigError, RecordError
 from agent.store.api import KeyRange, KeyValue, Snapshot
+from agent.store.listed_members import ListedGroup, MemberList, unpack
 
 ROOT = "/elastic-agent/"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -59,12 +63,15 @@ _LARGE_BYTES = 16 << 10
 _COMPRESSED = b"\x78"
 """With this byte zlib's format begins, and no JSON."""
 _MOST_BYTES = 64 << 20
+_LISTED = b'"listed_by":'
+_HEAD_BYTES = 32
+"""Within so many bytes a record of a large group says that it is one."""
 
 R = TypeVar("R", bound=Record)
 
 _KINDS = (
     *(Spec, Node, Leader, Group, MemberStatus),
-    *(GroupChange, Incident, RestorePoint, HandoffRequest, Checkpoint, Suspicion, Result),
+    *(GroupChange, Incident, RestorePoint, HandoffRequest, Checkpoint, Suspicion, Result, ListedGroup, MemberList),
 )
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 """Made here, and so on one thread: msgspec crashes where two threads meet a kind of record for the first time."""
@@ -89,44 +96,54 @@ class JobKeys:
         return f"{ROOT}{self.job_id}/"
 
     @property
+    def shared(self) -> str:
+        """Prefix of what all agents of the job follow."""
+        return self.prefix + "shared/"
+
+    @property
     def spec(self) -> str:
         """What the job is asked to be."""
-        return self.prefix + "spec"
+        return self.shared + "spec"
 
     @property
     def leader(self) -> str:
         """Who writes the next group."""
-        return self.prefix + "leader"
+        return self.shared + "leader"
 
     @property
     def group(self) -> str:
         """Who trains together."""
-        return self.prefix + "group"
+        return self.shared + "group"
+
+    @property
+    def members(self) -> str:
+        """The list that a large group's record refers to."""
+        return self.shared + "members"
 
     @property
     def result(self) -> str:
         """How the job ended."""
-        return self.prefix + "result"
+        return self.shared + "result"
 
     @property
     def restore_point(self) -> str:
         """Where the current group begins."""
-        return self.prefix + "restore_point"
+        return self.shared + "restore_point"
 
     @property
     def checkpoint(self) -> str:
         """The committed checkpoint."""
-        return self.prefix + "checkpoint"
+        return self.shared + "checkpoint"
 
     @property
     def handoff(self) -> str:
         """The request that all ranks of the group stop after a common step."""
-        return self.prefix + "handoff"
+        return self.shared + "handoff"
 
     @property
     def suspects(self) -> str:
         """Prefix of all suspicions."""
-        return self.prefix + "suspects/"
+        return self.shared + "suspects/"
 
     def suspect(self, suspect: Suspicion) -> str:
         """One neighbour's suspicion of one member."""
@@ -173,9 +190,7 @@ class JobKeys:
 
     def followed(self, node_id: str) -> tuple[KeyRange, ...]:
         """What every other agent looks at: one change then costs N events, not N squared."""
-        shared = (self.spec, self.leader, self.group, self.result, self.restore_point, self.checkpoint, self.handoff)
-        keys = tuple(KeyRange(key) for key in (*shared, self.node(node_id)))
-        return (*keys, KeyRange(self.suspects, is_prefix=True))
+        return (KeyRange(self.shared, is_prefix=True), KeyRange(self.node(node_id)))
 
 
 def encode(record: Record) -> bytes:
@@ -198,6 +213,36 @@ def value_of(item: KeyValue, kind: type[R], decoders: Mapping[type[Record], msgs
             f"the record at {item.key} cannot be read as version 1 of {kind.__name__}: {error}; "
             "it was written by another version of elastic-agent, or by hand"
         ) from error
+
+
+def group_in(items: Mapping[str, KeyValue], keys: JobKeys, listed: MemberList | None = None) -> Stored[Group] | None:
+    """Return the group among these items; None if there is none.
+
+    Args:
+        items: by key.
+        keys: of the job.
+        listed: the list of members among them, if it was decoded already.
+
+    Raises:
+        RecordError: it, or the list that it refers to, cannot be read.
+    """
+    item = items.get(keys.group)
+    if item is None:
+        return None
+    try:
+        is_listed = _LISTED in as_json(item.value)[:_HEAD_BYTES]
+    except ValueError:
+        is_listed = False  # `decode` says why
+    if not is_listed:
+        return decode(item, Group)
+    stored = decode(item, ListedGroup)
+    if listed is None and keys.members in items:
+        listed = decode(items[keys.members], MemberList).value
+    try:
+        group = unpack(stored.value, listed)
+    except ValueError as error:
+        raise RecordError(f"the record at {item.key} cannot be read: {error}") from None
+    return Stored(group, stored.create_revision, stored.mod_revision, stored.lease_id)
 
 
 def as_json(value: bytes) -> bytes:
@@ -255,37 +300,29 @@ class Views:
         for records in (self._nodes, self._suspects, self._changes):
             records.update(changed, gone)
         has_reports = self._statuses.update(changed, gone)
-        return self._view(snapshot.revision, are_statuses_new=has_reports or self._keys.group not in self._known)
+        return self._view(snapshot, are_statuses_new=has_reports or self._keys.group not in self._known)
 
-    def _view(self, revision: int, *, are_statuses_new: bool) -> ClusterView:
+    def _view(self, snapshot: Snapshot, *, are_statuses_new: bool) -> ClusterView:
         keys, one = self._keys, self._one
-        group = one(keys.group, Group)
+        group = self._group()
         number = group.value.number if group is not None else 0
         if are_statuses_new:
             found = (each.value for each in self._statuses.stored)
             self._reporting = of_members(group.value, found) if group is not None and self._statuses.stored else ()
         backlog = self._backlog(number)
-        spec = one(keys.spec, Spec)
-        restore_point, checkpoint = one(keys.restore_point, RestorePoint), one(keys.checkpoint, Checkpoint)
         handoff = one(keys.handoff, HandoffRequest)
         if group is None or (handoff is not None and handoff.value.group != group.value.number):
             handoff = None
-        if spec is not None:  # a follower may see those of the last run for a moment after the job was started over
-            restore_point = (
-                restore_point
-                if restore_point is not None and restore_point.value.group >= spec.value.first_group
-                else None
-            )
-            checkpoint = checkpoint if checkpoint is not None and checkpoint.value.run == spec.value.run else None
         return ClusterView(
-            revision=revision,
+            revision=snapshot.revision,
             is_whole=self._is_whole,
-            spec=spec,
+            own_revision=snapshot.own_revision,
+            spec=one(keys.spec, Spec),
             leader=one(keys.leader, Leader),
             group=group,
             result=one(keys.result, Result),
-            restore_point=restore_point,
-            checkpoint=checkpoint,
+            restore_point=one(keys.restore_point, RestorePoint),
+            checkpoint=one(keys.checkpoint, Checkpoint),
             handoff=handoff,
             suspects=self._suspects.stored,
             nodes=self._nodes.stored,
@@ -293,6 +330,16 @@ class Views:
             incident=next((each for each in backlog.incidents if each.value.group == number), None),
             backlog=backlog,
         )
+
+    def _group(self) -> Stored[Group] | None:
+        key = self._keys.group
+        if key not in self._known:
+            listed = self._one(self._keys.members, MemberList)
+            found = group_in(self._items, self._keys, listed.value if listed is not None else None)
+            if found is None:
+                return None
+            self._known[key] = found
+        return self._known[key]
 
     def _one(self, key: str, kind: type[R]) -> Stored[R] | None:
         if key not in self._items:

@@ -11,6 +11,7 @@ the thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from agent import clock
@@ -30,7 +31,8 @@ class LeaseKeeper:
         is_loop_alive: whether the agent's loop completed a turn recently; the lease is renewed only while it is. Call
             `loop_turned` when this becomes true again.
         on_lost: called on the keeper's thread, once for each lease that turns out to be gone.
-        on_renewed: called on the keeper's thread after each answered renewal, with the value of `fresh_until`.
+        on_renewed: called after each answered renewal, with the value of `fresh_until`, on the keeper's thread or on
+            that of the caller of `hold`.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class LeaseKeeper:
         self._lease_changed = threading.Condition(lock)
         self._may_renew = threading.Condition(lock)
         self._lease: Lease | None = None
+        self._renew_at = 0.0
+        """When to renew it next, on the monotonic clock, which conditions wait by."""
         self._fresh_until: float | None = None
         self._latency_s: float | None = None
         self._is_closed = False
@@ -55,9 +59,19 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
         self._thread.start()
 
-    def hold(self, lease: Lease) -> None:
-        """Keep this lease alive instead of any other; the first renewal is sent at once."""
-        self._replace(lease)
+    def hold(self, lease: Lease, sent_at: float | None = None) -> None:
+        """Keep this lease alive instead of any other.
+
+        Args:
+            lease: as it was granted or renewed.
+            sent_at: when that was requested, on the boot-time clock. It then counts as a renewal. None: not known, so
+                the lease is renewed at once.
+        """
+        if sent_at is None:
+            self._replace(lease)
+        else:
+            self._replace(lease, sent_at + lease.ttl_s / _RENEWALS_PER_TTL - clock.now())
+            self._on_answer(lease, sent_at, lease.ttl_s)
 
     def drop(self) -> None:
         """Stop renewing. The lease lives on until it expires or is revoked."""
@@ -91,9 +105,9 @@ class LeaseKeeper:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _replace(self, lease: Lease | None) -> None:
+    def _replace(self, lease: Lease | None, pause_s: float = 0.0) -> None:
         with self._lease_changed:
-            self._lease = lease
+            self._lease, self._renew_at = lease, time.monotonic() + pause_s
             self._fresh_until = self._latency_s = None
             self._lease_changed.notify_all()
             self._may_renew.notify_all()
@@ -105,13 +119,17 @@ class LeaseKeeper:
             except Exception as error:  # noqa: BLE001 - without this thread the agent would lose its membership
                 self._mishaps.report(error)
                 pause_s = _RETRY_S
-            self._wait_unless_replaced(lease, pause_s)
+            self._renew_after(lease, pause_s)
 
     def _wait_for_lease(self) -> Lease | None:
-        """Return the lease to renew now; None once closed."""
+        """Return the lease to renew now, once there is one that is due; None once closed."""
         with self._lease_changed:
-            self._lease_changed.wait_for(lambda: self._is_closed or self._lease is not None)
-            return None if self._is_closed else self._lease
+            while not self._is_closed:
+                wait_s = self._renew_at - time.monotonic() if self._lease is not None else None
+                if wait_s is not None and wait_s <= 0.0:
+                    return self._lease
+                self._lease_changed.wait(wait_s)
+            return None
 
     def _wait_for_loop(self, lease: Lease) -> bool:
         """Wait until the loop is alive; return False if this lease has been replaced or dropped."""
@@ -119,9 +137,10 @@ class LeaseKeeper:
             self._may_renew.wait_for(lambda: self._lease is not lease or self._is_loop_alive())
             return self._lease is lease
 
-    def _wait_unless_replaced(self, lease: Lease, pause_s: float) -> None:
+    def _renew_after(self, lease: Lease, pause_s: float) -> None:
         with self._lease_changed:
-            self._lease_changed.wait_for(lambda: self._lease is not lease, pause_s)
+            if self._lease is lease:
+                self._renew_at = time.monotonic() + pause_s
 
     def _renew(self, lease: Lease) -> float:
         """Renew once; return the time to wait before the next renewal."""

@@ -7,7 +7,7 @@ from, and after a compaction the revision no longer exists.
 
 A snapshot of one range is complete up to its revision. Events of several ranges in one watch are not ordered relative
 to each other, so their changes are delivered while the snapshot's revision stays that of the last read. A caller that
-must be sure that the copy includes a certain write calls `catch_up`.
+must be sure that the copy includes a write of its own passes it to `show`; for any other write it calls `catch_up`.
 
 A snapshot may have a lower revision than the one before it, because etcd lost data. The mirror delivers it like any
 other; detecting the loss is up to the receiver.
@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from agent.core.backoff import doubled_s
 from agent.errors import Compacted, StoreRefused, StoreUnavailable
 from agent.observe.log import InternalErrors
-from agent.store.api import ChangeBatch, KeyRange, KeyValue, Snapshot, Store, Watch
+from agent.store.api import ChangeBatch, Delete, KeyChange, KeyRange, KeyValue, Put, Snapshot, Store, Watch
 
 _BACK_OFF_MIN_S = 0.1
 _BACK_OFF_MAX_S = 1.0
@@ -90,6 +90,21 @@ class Mirror:
         if revision is None:
             self._interrupt()
         return revision
+
+    def show(self, writes: Sequence[Put | Delete], revision: int) -> None:
+        """Deliver what this client has just written, before the watch does.
+
+        Nothing is delivered if there is no copy at the moment, or if it has one range: then the watch delivers all
+        changes in order.
+
+        Args:
+            writes: of one transaction that was applied.
+            revision: its revision.
+        """
+        with self._lock:
+            copy = self._copy
+        if copy is not None:
+            copy.show(writes, revision)
 
     def retarget(self, ranges: Sequence[KeyRange], deliver: Deliver | None = None) -> None:
         """Mirror other ranges from now on, and deliver them to another receiver if one is given.
@@ -182,7 +197,7 @@ class _RangesCopy:
         """Revision of the last read."""
         self._store = store
         self._deliver = deliver
-        self._items: dict[str, KeyValue] = {}
+        self._items = RangeItems(ranges)
         self._lock = threading.RLock()
         """Held during a read or the application of a batch, including the delivery."""
         self._has_ended = False
@@ -200,7 +215,7 @@ class _RangesCopy:
             if snapshot.revision < self.revision:
                 return None
             self.revision = snapshot.revision
-            self._items = dict(snapshot.by_key)
+            self._items.reset(snapshot)
             self._deliver(snapshot)
             return snapshot.revision
 
@@ -208,19 +223,76 @@ class _RangesCopy:
         """Apply the changes that are newer than the last read, and deliver everything if there are any."""
         with self._lock:
             changes = [change for change in batch.changes if change.revision > self.revision]
-            for change in changes:
-                if change.item is None:
-                    self._items.pop(change.key, None)
-                else:
-                    self._items[change.key] = change.item
-            if changes:
-                revision = batch.revision if len(self.ranges) == 1 else self.revision
-                self._deliver(Snapshot(revision, self._items.copy()))
+            if self._items.apply(changes):
+                self._deliver(self._items.snapshot(batch.revision if len(self.ranges) == 1 else self.revision))
+
+    def show(self, writes: Sequence[Put | Delete], revision: int) -> None:
+        """See `Mirror.show`."""
+        with self._lock:
+            if not self._has_ended and self.revision < revision and len(self.ranges) > 1:
+                self._items.show(writes, revision)
+                self._deliver(self._items.snapshot(self.revision))
 
     def end(self) -> None:
         """Deliver nothing from now on."""
         with self._lock:
             self._has_ended = True
+
+
+class RangeItems:
+    """The items of some ranges: as read, with later changes, and with this client's own writes ahead of the watch."""
+
+    def __init__(self, ranges: Sequence[KeyRange]) -> None:
+        self._ranges = ranges
+        self._items: dict[str, KeyValue] = {}
+        self._own_revision = 0
+        self._shown: dict[str, int] = {}
+        """Keys of own writes that the watch has not delivered yet, and their revisions. Older changes are ignored."""
+
+    def reset(self, snapshot: Snapshot) -> None:
+        """Begin again from what was read."""
+        self._items = dict(snapshot.by_key)
+        self._shown.clear()
+        self._own_revision = 0
+
+    def apply(self, changes: Sequence[KeyChange]) -> bool:
+        """Apply changes of a watch; return whether there were any that are not older than what is here."""
+        newer = [change for change in changes if change.revision > self._shown.get(change.key, 0)]
+        for change in changes:
+            if change.revision >= self._shown.get(change.key, change.revision + 1):
+                del self._shown[change.key]
+        self._take(newer)
+        return bool(newer)
+
+    def show(self, writes: Sequence[Put | Delete], revision: int) -> None:
+        """Apply the writes of a transaction of this revision, as far as they concern these ranges."""
+        changes = [change for write in writes for change in self._changes(write, revision)]
+        self._take(changes)
+        self._shown |= {change.key: revision for change in changes}
+        self._own_revision = revision
+
+    def snapshot(self, revision: int) -> Snapshot:
+        """Return all items, as of this revision."""
+        return Snapshot(revision, self._items.copy(), self._own_revision)
+
+    def _take(self, changes: Sequence[KeyChange]) -> None:
+        for change in changes:
+            if change.item is None:
+                self._items.pop(change.key, None)
+            else:
+                self._items[change.key] = change.item
+
+    def _changes(self, write: Put | Delete, revision: int) -> Iterator[KeyChange]:
+        match write:
+            case Put(key, value, lease_id):
+                if any(each.contains(key) for each in self._ranges):
+                    old = self._items.get(key)
+                    created = old.create_revision if old is not None else revision
+                    yield KeyChange(key, KeyValue(key, value, created, revision, lease_id), revision)
+            case Delete(key, is_prefix):
+                deleted = KeyRange(key, is_prefix)
+                keys = [each for each in self._items if deleted.contains(each)] if is_prefix else [key]
+                yield from (KeyChange(each, None, revision) for each in keys)
 
 
 def _back_off_s(failures: int) -> float:

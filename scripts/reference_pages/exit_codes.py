@@ -12,6 +12,7 @@ _AGENT_CODES = {
     2: "A mistake on the command line, a damaged record, credentials that etcd refuses, or a limit of this machine "
     "that leaves no room.",
     69: "etcd could not be reached.",
+    74: "The job was stopped by `elastic-agent stop`, and steps that only the agents' memory had could not be saved.",
     75: "`--elastic_timeout` or a command's `--wait` passed, or the agent was asked to leave under Slurm.",
     76: "Too many restarts without progress (`--max_restarts`).",
     130: "Ctrl-C.",

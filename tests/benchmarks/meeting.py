@@ -8,6 +8,7 @@ Measured is until the last agent knows the group.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import statistics
 import subprocess
@@ -26,8 +27,8 @@ from benchmarks.staying import Stay, Watcher
 from agent.local_etcd.embedded import EmbeddedEtcd
 
 _HERE = Path(__file__).resolve().parent
-_CROWD = 16
-"""Agents of one process."""
+_CROWD = 250
+"""Most agents of one process. Many processes on a few cores would mostly switch between each other's threads."""
 
 HEADINGS = ("agents", "launcher", "n", "median s", "worst s", "median CPU s", "an agent, ms")
 Then = Callable[[str, Sequence[int]], None]
@@ -74,7 +75,7 @@ def measure(
 def meet(program: str, endpoint: str, count: int, then: Then | None = None) -> tuple[float, float]:
     """Seconds until all know the group, and processor seconds. Raises `RuntimeError` if they do not all meet."""
     job_id = f"meet-{secrets.token_hex(4)}"
-    crowds = math.ceil(count / _CROWD)
+    crowds = min(count, max(os.cpu_count() or 1, math.ceil(count / _CROWD)))
     with ExitStack() as stack:
         errors = stack.enter_context(tempfile.TemporaryFile("w+"))
         children = []

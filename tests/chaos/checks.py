@@ -79,7 +79,7 @@ def wrong_after(cluster: Cluster, fault: Fault, before: Before, reference: Refer
 
 
 def _budget(cluster: Cluster) -> tuple[int, int]:
-    group = cluster.record("group")
+    group = cluster.record("shared/group")
     return int(group["restarts"]), int(group.get("counted_from", 0))
 
 
@@ -186,8 +186,8 @@ def _codes(cluster: Cluster) -> Iterator[tuple[str, int]]:
 
 def _left_in_etcd(cluster: Cluster) -> list[str]:
     """Keys that stand for living agents, keys of groups long gone, and leases: of all, a moment after their end."""
-    group = int(cluster.record("group")["number"])
-    of_living = tuple(_PREFIX + name for name in ("nodes/", "leader", "suspects/"))
+    group = int(cluster.record("shared/group")["number"])
+    of_living = tuple(_PREFIX + name for name in ("nodes/", "shared/leader", "shared/suspects/"))
 
     def is_left(key: str) -> bool:
         told = _OF_A_GROUP.match(key)

@@ -166,7 +166,7 @@ class Cluster:
 
     def leader(self) -> str:
         """The node that leads."""
-        return str(self.record("leader")["node_id"])
+        return str(self.record("shared/leader")["node_id"])
 
     def kill(self, *nodes: str) -> None:
         """End all processes of these, at once."""
@@ -242,7 +242,7 @@ class Cluster:
 
     def committed_step(self) -> int:
         """Of the newest checkpoint."""
-        return int(self.record("checkpoint")["copy"]["step"])
+        return int(self.record("shared/checkpoint")["copy"]["step"])
 
     def etcd_leader(self) -> str:
         """The name of the member that leads."""

@@ -91,7 +91,7 @@ def test_with_a_port_every_user_of_the_machine_gets_in() -> None:
     """It requires no credentials, like an etcd without configuration."""
     with EmbeddedEtcd(port=0) as etcd:
         anybody = patient_store(etcd.endpoint)
-        assert anybody.transact([], [Put("/elastic-agent/job/spec", b"another's")]).succeeded
+        assert anybody.transact([], [Put("/elastic-agent/job/shared/spec", b"another's")]).succeeded
         anybody.close()
 
 

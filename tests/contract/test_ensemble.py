@@ -36,7 +36,7 @@ from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 
 MACHINES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
-KEY = "/elastic-agent/job/spec"
+KEY = "/elastic-agent/job/shared/spec"
 SHARED = "a secret of the machines"
 
 

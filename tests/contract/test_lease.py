@@ -98,6 +98,19 @@ def test_a_held_lease_outlives_its_length(store: CountingStore, agent: Agent) ->
     assert agent.lost == []
 
 
+def test_a_grant_counts_as_a_renewal(store: CountingStore) -> None:
+    """It is trusted from when it was requested, and renewed a quarter of its length after that."""
+    fresh: list[float] = []
+    keeper = LeaseKeeper(store, lambda: True, lambda _lease_id: None, fresh.append)
+    asked_at = now()
+    keeper.hold(store.grant(LONG_S), asked_at)
+    assert (keeper.fresh_until(), fresh) == (asked_at + LONG_S, [asked_at + LONG_S])
+    store.wait_for_renewals(1)
+    assert now() >= asked_at + LONG_S / 4
+    wait_until(lambda: len(fresh) == 2)
+    keeper.close()
+
+
 def test_freshness_counts_from_the_sending_of_an_answered_renewal(store: CountingStore, agent: Agent) -> None:
     """Nothing is known before the first answer, nor after the lease was dropped."""
     store.may_answer.clear()

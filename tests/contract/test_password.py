@@ -189,8 +189,8 @@ def test_a_missing_permission_names_the_prefix(connect: Connect) -> None:
     wanted = r"does not permit this to user 'train': grant a role with readwrite on the prefix /elastic-agent/other/$"
     calls: list[Callable[[], object]] = [
         lambda: other.read([]),
-        lambda: other.read([KeyRange("/elastic-agent/other/spec")]),
-        lambda: other.transact([], [Put("/elastic-agent/other/spec", b"")]),
+        lambda: other.read([KeyRange("/elastic-agent/other/shared/spec")]),
+        lambda: other.transact([], [Put("/elastic-agent/other/shared/spec", b"")]),
     ]
     for call in calls:
         with pytest.raises(StoreRefused, match=wanted):

@@ -412,7 +412,7 @@ BREAK = """
 from agent.store.api import Put
 from agent.store.etcd import EtcdStore
 store = EtcdStore(["127.0.0.1:2379"])
-store.transact([], [Put("/elastic-agent/broken/spec", b'{"v":1,"run":"\\xff"}')])
+store.transact([], [Put("/elastic-agent/broken/shared/spec", b'{"v":1,"run":"\\xff"}')])
 store.close()
 """
 
@@ -423,7 +423,8 @@ def test_one_job_s_damage_is_no_matter_for_another(host: Host) -> None:
     code, output = host.run("elastic-agent scale --np=2")
     warning, error = output.splitlines()
     assert (code, "no live job" in error) == (2, True)
-    assert "warning: job 'broken' is left out: the record at /elastic-agent/broken/spec cannot be read" in warning
+    unread = "the record at /elastic-agent/broken/shared/spec cannot be read"
+    assert f"warning: job 'broken' is left out: {unread}" in warning
     agent = host.start("elastic-agent --job_id=good train.py --wait")
     wait_for_training(host, 1, ELASTIC_AGENT_JOB_ID="good")
     code, output = host.run("elastic-agent scale --np=2 --job_id=good")
@@ -433,7 +434,7 @@ def test_one_job_s_damage_is_no_matter_for_another(host: Host) -> None:
     host.stop_training()
     assert agent.wait(PATIENCE_S) == 0
     code, output = host.run("elastic-agent status --job_id=broken")
-    assert (code, output.count("\n"), "/elastic-agent/broken/spec" in output) == (2, 1, True)
+    assert (code, output.count("\n"), "/elastic-agent/broken/shared/spec" in output) == (2, 1, True)
 
 
 def test_standalone_needs_no_etcd_and_is_a_job_of_its_own(tmp_path: Path) -> None:

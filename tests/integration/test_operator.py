@@ -323,7 +323,7 @@ def raw_spec(job: Job) -> str:
         "store = EtcdStore([sys.argv[1]]); print(store.read([KeyRange(sys.argv[2])]).items[0].value.decode())\n"
         "store.close()"
     )
-    argv = [sys.executable, "-c", code, job.server, f"/elastic-agent/{job.job_id}/spec"]
+    argv = [sys.executable, "-c", code, job.server, f"/elastic-agent/{job.job_id}/shared/spec"]
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 

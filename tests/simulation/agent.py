@@ -52,9 +52,10 @@ class Keeper:
         self.lease: Lease | None = None
         self._fresh_until: float | None = None
 
-    def hold(self, lease: Lease) -> None:
-        self.lease, self._fresh_until = lease, None
-        self._renew_in(0.01)
+    def hold(self, lease: Lease, sent_at: float) -> None:
+        self.lease, self._fresh_until = lease, sent_at + lease.ttl_s
+        self._agent.post(ev.LeaseRenewed(self._fresh_until))
+        self._renew_in(lease.ttl_s / 4)
 
     def drop(self) -> None:
         self.lease = self._fresh_until = None
@@ -106,9 +107,9 @@ class Agent:
             KEYS,
             self.keeper,  # type: ignore[arg-type] - the simulated one
             lease_ttl_s=policy.lease_ttl_s,
-            catch_up=lambda: None,
-            refresh_view=self.mirror.refresh,
+            followed=self.mirror,
             is_process_alive=self._is_process_alive,
+            now=self.clock,
         )
         self.ranks = Ranks(self)
         self.saver = LastSaver(self)

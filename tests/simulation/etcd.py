@@ -22,7 +22,7 @@ from agent.store.api import (
     Snapshot,
     TransactionResult,
 )
-from agent.store.keys import JobKeys, decode
+from agent.store.keys import JobKeys, decode, group_in
 from agent.store.memory import MemoryStore, _Data, _LeaseState
 
 if TYPE_CHECKING:
@@ -99,7 +99,9 @@ class Etcd(MemoryStore):
             return None
         known = self._records.get(key)
         if known is None or known[0] is not item:
-            known = self._records[key] = (item, decode(item, kind).value)
+            stored = group_in(self.data.items, KEYS) if key == KEYS.group else decode(item, kind)
+            assert stored is not None
+            known = self._records[key] = (item, stored.value)
         return known[1]  # type: ignore[return-value] - a key has one kind
 
     def records(self, prefix: str, kind: type[R]) -> list[R]:

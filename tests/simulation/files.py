@@ -57,6 +57,11 @@ class Files:
         if copy is not None and final_name(private) not in self.names:
             self.names[final_name(private)] = self.names.pop(private)
 
+    def discard(self, private: str) -> None:
+        """Delete what was not committed. Under the final name may be the same step, saved by another agent."""
+        self.deletions += 1
+        self.names.pop(private, None)
+
     def delete(self, private: str) -> None:
         self.deletions += 1
         self.names.pop(private, None)
@@ -142,7 +147,7 @@ class Publisher:
             if asked.is_rollback:  # what was kept stays, and rank 0 ends
                 agent.ranks.later(self._training.step_s(), lambda: agent.ranks.exit(0, EXIT_RESTART, ""))
             else:
-                agent.ranks.later(self._training.step_s(), lambda: files.delete(asked.private))
+                agent.ranks.later(self._training.step_s(), lambda: files.discard(asked.private))
             return
         self._kept = (*committed.kept, committed.private)
         if committed.is_late:

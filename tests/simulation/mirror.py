@@ -14,10 +14,13 @@ from simulation.etcd import ETCD, KEYS
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.errors import StoreUnavailable
-from agent.store.api import ChangeBatch, KeyChange, KeyRange, KeyValue, Snapshot
+from agent.store.api import ChangeBatch, Delete, KeyChange, KeyRange, Put
 from agent.store.keys import view_of
+from agent.store.mirror import RangeItems
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from simulation.agent import Agent
 
 
@@ -36,7 +39,7 @@ class Mirror:
         self._is_out = False
         self._wipes = 0
         self._positions: list[int] = []
-        self._items: dict[str, KeyValue] = {}
+        self._items = RangeItems(())
         self._revision = 0
         self.hidden: set[str] = set()
         """Keys that are watched, and whose changes do not come for now."""
@@ -44,11 +47,22 @@ class Mirror:
     def follow(self, watch: fx.WatchKeys) -> None:
         self._ranges = KEYS.whole() if watch.is_whole else KEYS.followed(watch.node_id)
         self._is_whole = watch.is_whole
+        self._items = RangeItems(self._ranges)
         self.refresh()
+
+    def catch_up(self) -> int | None:
+        """Never at once, so that other things happen in between."""
+        return None
 
     def refresh(self) -> None:
         """Read everything again."""
         self._read_within(0.005)
+
+    def show(self, writes: Sequence[Put | Delete], revision: int) -> None:
+        """Show what this agent has just written, as `Mirror.show` does."""
+        if self._is_watching and len(self._ranges) > 1 and self._revision < revision:
+            self._items.show(writes, revision)
+            self._deliver()
 
     def _read_within(self, delay_s: float) -> None:
         self._serial += 1
@@ -68,7 +82,7 @@ class Mirror:
         self._is_watching, self._is_due = True, False
         self._wipes = etcd.data.wipes
         self._positions = [snapshot.revision] * len(self._ranges)
-        self._items = {item.key: item for item in snapshot.items}
+        self._items.reset(snapshot)
         self._revision = snapshot.revision
         self._deliver()
         self._beat(serial)
@@ -111,42 +125,33 @@ class Mirror:
         if min(self._positions) + 1 < data.compacted or cluster.random.random() < cluster.drop:
             self.refresh()
             return
-        before = self._items.copy()
-        for index in range(len(self._ranges)):
-            self._advance(index)
-        if self._items != before:
+        is_new = [self._advance(index) for index in range(len(self._ranges))]
+        if any(is_new):
             self._deliver()
         if min(self._positions) < data.revision and not self.hidden:
             self.on_change()
 
-    def _advance(self, index: int) -> None:
-        """One range moves on, to now or not quite."""
+    def _advance(self, index: int) -> bool:
+        """One range moves on, to now or not quite; return whether it shows anything new."""
         data, wanted, seen = self._cluster.etcd.data, self._ranges[index], self._positions[index]
         until = data.revision
         if until == seen or wanted.key in self.hidden:
-            return
+            return False
         if self._cluster.random.random() < 0.2:
             until = self._cluster.random.randint(seen, until)
         first = bisect.bisect_right(data.history, seen, key=_revision)
+        changes = list[KeyChange]()
         for batch in data.history[first:]:
             if batch.revision > until:
                 break
-            for change in batch.changes:
-                if wanted.contains(change.key):
-                    self._take(change)
+            changes += [change for change in batch.changes if wanted.contains(change.key)]
         self._positions[index] = until
         if len(self._ranges) == 1:
             self._revision = until
-
-    def _take(self, change: KeyChange) -> None:
-        if change.item is None:
-            self._items.pop(change.key, None)
-        else:
-            self._items[change.key] = change.item
+        return self._items.apply(changes)
 
     def _deliver(self) -> None:
-        snapshot = Snapshot.of(self._revision, tuple(self._items[key] for key in sorted(self._items)))
-        view = view_of(snapshot, KEYS, is_whole=self._is_whole)
+        view = view_of(self._items.snapshot(self._revision), KEYS, is_whole=self._is_whole)
         self._agent.post(ev.ViewChanged(view))
         if self._cluster.random.random() < self._cluster.drop:
             self._agent.post(ev.ViewChanged(view))  # repeated

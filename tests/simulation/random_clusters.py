@@ -8,6 +8,10 @@ from itertools import cycle
 from simulation.cluster import Cluster
 from simulation.faults import Faults
 
+from agent.core.reasons import Requested
+from agent.errors import EXIT_UNSAVED
+from agent.store import listed_members
+
 _LIVE_S = 180.0
 """A handoff that was not completed is requested again after 120 s."""
 _ALL_LEAVE_EVERY = 8
@@ -41,11 +45,14 @@ def play(seed: int, *, steps: int, is_traced: bool = False, size: Size | None = 
     size = size or Size()
     cluster = Cluster(seed, np=size.nps[0] if seed % 2 else size.nps[1], loss=(0.0, 0.0, 0.3, 0.1)[seed % 4])
     cluster.is_traced = is_traced
+    listed_from, listed_members.LISTED_FROM = listed_members.LISTED_FROM, 2 if seed % 3 == 0 else 64
     try:
         _play(cluster, steps, size)
     except AssertionError as error:
         error.add_note(f"seed {seed}, steps {steps}, {len(size.names)} nodes:\n{cluster.log_text()}")
         raise
+    finally:
+        listed_members.LISTED_FROM = listed_from
     return cluster
 
 
@@ -128,7 +135,8 @@ def _live(cluster: Cluster, size: Size) -> None:
     result = cluster.invariants.result
     assert result is not None
     assert result.succeeded or cluster.is_stopped, result
-    assert result.exit_code == 0, result
+    is_unsaved = isinstance(result.reason, Requested) and result.reason.saved is not None
+    assert result.exit_code == (EXIT_UNSAVED if is_unsaved else 0), result
     _are_recorded(cluster, cluster.invariants.ended_at - _RECORD_S)
 
 

@@ -21,7 +21,7 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 | `no-save NAME` | the process that is to write its last checkpoint ends without one |
 | `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
 | `unread N` | while no agent lives: so many groups in a row had ended of that |
-| `hide NAME [KEY]`, `show NAME` | what it watches of this key comes late; without one, all that a leader watches |
+| `hide NAME [KEY]`, `show NAME` | what it watches of this range comes late; without one, all that a leader watches |
 | `when NAME EFFECT LINE` | that line happens as it is given such an effect (of a status, `WriteStatus.exit`) |
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
 | `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |

@@ -42,6 +42,7 @@ from agent.core.model import (
     Spec,
     StateId,
     Stored,
+    Suspicion,
 )
 from agent.core.observations import Observations
 from agent.core.planner import plan
@@ -75,12 +76,8 @@ def test_the_fence_knows_nothing_before_it_sees_the_group_and_its_beginning() ->
 
 
 def test_the_fence_refuses_by_a_view_that_includes_the_next_group() -> None:
-    """One that is older may lack our own commit, which landed before that group."""
-    view = view_of_group(3, begun=2)
-    assert view.group is not None
-    up_to_it = replace(view, revision=view.group.mod_revision)
-    assert isinstance(fence.settle(ASKED, up_to_it, "r"), fx.AnswerPublish)
-    assert fence.settle(ASKED, replace(up_to_it, revision=up_to_it.revision - 1), "r") == fx.Refresh()
+    """It has our own commit too, if that landed: it was made before."""
+    assert isinstance(fence.settle(ASKED, view_of_group(3, begun=2), "r"), fx.AnswerPublish)
 
 
 def test_what_a_group_made_may_be_committed_after_it_was_replaced_by_nobody() -> None:
@@ -269,7 +266,7 @@ def test_a_second_signal_hurries_a_leaving_agent() -> None:
 def test_an_answer_from_before_etcd_lost_its_history_is_not_believed() -> None:
     cluster = Cluster(0, np=(1, 1))
     agent = cluster.start("a")
-    cluster.run_until(lambda: agent.state.registered is not None)
+    cluster.run_until(lambda: cluster.is_begun)
     state = replace(agent.state, pending=fx.Refresh(), must_refresh=False)
     state, _ = step(state, ev.ViewChanged(ClusterView(1, is_whole=True)), agent.clock())
     state, effects = step(state, ev.WriteAnswered(fx.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
@@ -289,6 +286,40 @@ def test_a_follower_notices_by_what_it_wrote_that_etcd_has_lost_its_history() ->
     assert fx.Refresh() in effects
 
 
+def test_a_newcomer_withdraws_its_suspicion_before_it_reports_that_it_reaches_the_group() -> None:
+    """Else it may be a member by the time, and its suspicion cost the suspected member its place."""
+    cluster = Cluster(0, np=(1, 1))
+    cluster.start("a")
+    cluster.run_until(lambda: cluster.is_begun)
+    agent = cluster.start("b")
+    cluster.run_until(lambda: agent.state.registered is not None and agent.state.pending is None and agent.state.links)
+    state, view = agent.state, agent.state.view
+    assert view is not None
+    (link,), registered = state.links, state.registered
+    assert registered is not None
+    outside = msgspec.structs.replace(registered.value, reachable_group=0)
+    mine = state.identity
+    suspicion = Suspicion(
+        node_id=link.who.node_id,
+        incarnation=link.who.incarnation,
+        is_lost=True,
+        why="it was closed",
+        by_node_id=mine.node_id,
+        by_incarnation=mine.incarnation,
+    )
+    state = replace(
+        state,
+        view=replace(view, suspects=(Stored(suspicion, 1, 1, 1),), nodes=(replace(registered, value=outside),)),
+        links=(replace(link, state=LinkState.UP),),
+        reachable_group=0,
+        must_refresh=False,
+    )
+    state, effects = step(state, ev.Ticked(), agent.clock())
+    assert state.node.reachable_group == view.group.value.number if view.group is not None else 0
+    assert fx.ClearSuspicion(suspicion) in effects
+    assert not any(isinstance(effect, fx.UpdateNode) for effect in effects)
+
+
 def test_an_answer_that_was_under_way_in_an_outage_is_not_believed() -> None:
     """Etcd may have come back with another history, whose revision is not lower."""
     cluster = Cluster(0, np=(1, 1))
@@ -300,14 +331,6 @@ def test_an_answer_that_was_under_way_in_an_outage_is_not_believed() -> None:
     state, effects = step(state, ev.WriteAnswered(fx.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
     assert fx.Refresh() in effects
     assert state.settled_revision < 99
-
-
-def test_a_group_is_not_believed_beside_the_spec_of_another_run() -> None:
-    view = view_of_group(2, begun=2)
-    assert view.group is not None
-    assert cached_records.remember(None, view) is not None
-    other = Stored(msgspec.structs.replace(view.group.value, run="other"), 2, 2)
-    assert cached_records.remember(None, replace(view, group=other)) is None
 
 
 def test_a_rollback_cuts_the_lineage_where_the_group_really_began() -> None:

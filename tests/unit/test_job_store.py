@@ -88,10 +88,9 @@ def new_store_of_job(store: MemoryStore) -> JobWriter:
     return JobWriter(
         store,
         KEYS,
-        SimpleNamespace(has_run_out=lambda: False, hold=lambda _: None, drop=lambda: None),  # type: ignore[arg-type]
+        SimpleNamespace(has_run_out=lambda: False, hold=lambda *_: None, drop=lambda: None),  # type: ignore[arg-type]
         lease_ttl_s=4.0,
-        catch_up=lambda: None,
-        refresh_view=lambda: None,
+        followed=SimpleNamespace(catch_up=lambda: None, refresh=lambda: None, show=lambda *_: None),
         is_process_alive=lambda _: None,
     )
 

@@ -112,8 +112,8 @@ def test_a_record_comes_back_as_it_was_written(record: Record) -> None:
     ],
 )
 def test_a_foreign_record_is_an_error_that_names_the_key(value: bytes) -> None:
-    with pytest.raises(RecordError, match="/elastic-agent/job/leader"):
-        decode(item("/elastic-agent/job/leader", value), Leader)
+    with pytest.raises(RecordError, match="/elastic-agent/job/shared/leader"):
+        decode(item("/elastic-agent/job/shared/leader", value), Leader)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_foreign_record_is_an_error_that_names_the_key(value: bytes) -> None:
 )
 def test_a_number_that_cannot_be_is_refused_by_its_key(number: str) -> None:
     raw = encode(RECORDS[3]).replace(b'"number":3', f'"number":{number}'.encode())
-    with pytest.raises(RecordError, match="/elastic-agent/job/group"):
+    with pytest.raises(RecordError, match="/elastic-agent/job/shared/group"):
         decode(item(KEYS.group, raw), Group)
 
 
@@ -136,7 +136,7 @@ def test_a_large_record_is_compressed_and_a_damaged_one_is_named() -> None:
     assert len(raw) < len(msgspec.json.encode(of_many())) / 5
     assert decode(item(KEYS.group, raw), Group).value == of_many()
     for damaged in (raw[:-1], raw[:500], raw[:500] + b"!" + raw[501:], b"x", b"x\x01"):
-        with pytest.raises(RecordError, match="/elastic-agent/job/group"):
+        with pytest.raises(RecordError, match="/elastic-agent/job/shared/group"):
             decode(item(KEYS.group, damaged), Group)
 
 
@@ -148,7 +148,7 @@ def test_a_record_that_would_fill_the_memory_is_refused() -> None:
 @pytest.mark.parametrize("run", ["", "../../x", "a/b", ".hidden", "a\\n"])
 def test_a_run_that_cannot_be_part_of_a_path_is_refused(run: str) -> None:
     raw = encode(RECORDS[3]).replace(b'"run":"r"', f'"run":"{run}"'.encode())
-    with pytest.raises(RecordError, match="/elastic-agent/job/group"):
+    with pytest.raises(RecordError, match="/elastic-agent/job/shared/group"):
         decode(item(KEYS.group, raw), Group)
 
 
@@ -172,7 +172,7 @@ def test_a_reason_that_is_none_is_refused_by_its_key(reason: bytes) -> None:
     """Also one that only another kind of record may have."""
     raw = encode(RECORDS[3]).replace(b'{"kind":"nodes lost","node_ids":["x"]}', reason)
     assert raw != encode(RECORDS[3])
-    with pytest.raises(RecordError, match="/elastic-agent/job/group"):
+    with pytest.raises(RecordError, match="/elastic-agent/job/shared/group"):
         decode(item(KEYS.group, raw), Group)
 
 

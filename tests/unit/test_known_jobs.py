@@ -332,7 +332,7 @@ def test_what_is_kept_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"items": [], "at": 1.0}', b'{"items": [["/elastic-agent/job/spec", "{"]], "at": 1.0}'],
+    [b"", b"{", b"[]", b'{"items": [], "at": 1.0}', b'{"items": [["/elastic-agent/job/shared/spec", "{"]], "at": 1.0}'],
 )
 def test_an_unreadable_directory_is_reported_in_one_line(content: bytes) -> None:
     with pytest.raises(ConfigError, match="job 'job' has ended, and nothing is left of its records"):

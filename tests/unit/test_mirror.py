@@ -137,6 +137,59 @@ def test_what_a_watch_brings_late_does_not_undo_what_was_read(
     assert values == [[b"old"], [b"new"], [b"new", b""]]
 
 
+def test_what_was_written_is_shown_before_the_watch_delivers_it_and_is_not_undone_by_it(
+    store: MemoryStore, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch then delivers older changes of the same keys, and at last a newer one."""
+    client, may_go_on = store.client(), threading.Event()
+    watch = client.watch
+    monkeypatch.setattr(client, "watch", lambda *what: Delayed(watch(*what), may_go_on))
+    mirror = Mirror(client, [A, B], receiver.deliver, receiver.on_outage)
+    mirror.start()
+    wait_for(lambda: mirror._copy is not None, "the watch")
+    first = receiver.snapshots[0].revision
+    store.transact([], [Put("a/1", b"old"), Put("a/2", b"old"), Put("c", b"")])
+    own = Put("a/1", b"mine"), Delete("a/2"), Delete("a/none")
+    written = store.transact([], own)
+    mirror.show(own, written.revision)
+    shown = receiver.snapshots[-1]
+    assert (shown.revision, shown.own_revision, [item.key for item in shown.items]) == (
+        first,
+        written.revision,
+        ["a/1"],
+    )
+    may_go_on.set()
+    store.transact([], [Put("b", b"")])
+    last = receiver.wait_for_keys("a/1", "b")
+    assert (last.own_revision, last.by_key["a/1"].value) == (written.revision, b"mine")
+    store.transact([], [Put("a/2", b"new"), Delete("a/1")])
+    receiver.wait_for_keys("a/2", "b")
+    mirror.close()
+    assert all(item.value != b"old" for snapshot in receiver.snapshots for item in snapshot.items)
+
+
+def test_an_item_that_is_shown_equals_the_one_that_is_read(
+    store: MemoryStore, mirror: Mirror, receiver: Receiver
+) -> None:
+    """Its revisions and its lease are compared in later transactions."""
+    mirror.retarget([A, B])
+    wait_for(lambda: mirror._copy is not None and mirror._copy.ranges == (A, B), "the watch of both")
+    for value in (b"first", b"second"):
+        own = [Put("b", value, store.grant(60).lease_id)]
+        mirror.show(own, store.transact([], own).revision)
+        assert receiver.wait_for_keys("b").items == store.read([A, B]).items
+    mirror.catch_up()
+    assert receiver.snapshots[-1].own_revision == 0, "it has been read"
+
+
+def test_nothing_is_shown_where_the_watch_delivers_everything_in_order(
+    store: MemoryStore, mirror: Mirror, receiver: Receiver
+) -> None:
+    wait_for(lambda: mirror._copy is not None, "the watch")
+    mirror.show([Put("a/1", b"")], store.transact([], []).revision + 1)
+    assert len(receiver.snapshots) == 1
+
+
 def test_lost_data_is_noticed_by_an_agent_that_catches_up(store: MemoryStore, receiver: Receiver) -> None:
     """Everything is read again, followed by a new watch: the old one could stay silent for ever."""
     client = store.client()
