@@ -150,7 +150,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         incident=one_line(view.incident.value) if view.incident is not None else "",
         checkpoint_node=(committed.node or None) if committed is not None else None,
         exit_code=result.exit_code if result is not None else None,
-        nodes=[_node_status(view, view.spec.value, node.value) for node in view.nodes],
+        nodes=_node_statuses(view, view.spec.value),
     )
 
 
@@ -177,7 +177,12 @@ def _handoff_reason(view: ClusterView) -> str:
     return "" if is_fulfilled(request.number, view) else describe(request.reason)
 
 
-def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
+def _node_statuses(view: ClusterView, spec: Spec) -> list[NodeStatus]:
+    finished = {report.identity for report in view.exits if report.failure is None}
+    return [_node_status(view, spec, node.value, has_finished=node.value.identity in finished) for node in view.nodes]
+
+
+def _node_status(view: ClusterView, spec: Spec, node: Node, *, has_finished: bool) -> NodeStatus:
     me = node.identity
     group = view.group.value if view.group is not None else None
     node_rank = group.node_rank(me) if group is not None else None
@@ -194,7 +199,7 @@ def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
         note=_note(view, spec, node),
         standby=node.standby,
         timing=node.timing,
-        has_finished=any(r.failure is None and r.identity == me for r in view.exits),
+        has_finished=has_finished,
     )
 
 
@@ -203,17 +208,20 @@ def _note(view: ClusterView, spec: Spec, node: Node) -> str:
     notes = ["leaving"] * (node.is_draining or me in spec.drained) + ["excluded"] * (node.node_id in spec.excluded)
     notes += [f"unfit: {describe(node.unfit)}"] if node.unfit is not None else []
     suspicions = [stored.value for stored in view.suspects]
-    inside = {member.identity for member in view.group.value.members} if view.group is not None else set[Identity]()
     notes += [
         f"suspected by {each.by_node_id}: {each.why}"
         for each in suspicions
-        if each.identity == me and each.accuser in inside
+        if each.identity == me and _is_member(each.accuser, view)
     ]
-    if me not in inside:
+    if not _is_member(me, view):
         notes += [
             f"not admitted: it cannot reach {each.node_id}: {each.why}" for each in suspicions if each.accuser == me
         ]
     return "; ".join(notes)
+
+
+def _is_member(who: Identity, view: ClusterView) -> bool:
+    return view.group is not None and view.group.value.node_rank(who) is not None
 
 
 def render(status: JobStatus) -> list[RenderableType]:

@@ -134,7 +134,7 @@ class _Led:
         match pending:
             case fx.CreateSpec(spec):
                 records[self._keys.spec] = spec
-            case fx.UpdateNode(node, _):
+            case fx.Register(node) | fx.UpdateNode(node, _):
                 records[self._keys.node(node.node_id)] = node
             case fx.WriteGroup(group):
                 records[self._keys.group] = group
