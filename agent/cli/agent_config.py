@@ -43,6 +43,9 @@ from agent.workers import devices
 from agent.workers.numa import NumaBinding, bind_ranks
 from trainer_runtime.object_store import require_place
 
+_PACKAGES = {"s3": ("s3fs",), "gs": ("gcsfs",), "gcs": ("gcsfs",), "az": ("adlfs",), "abfs": ("adlfs",)}
+"""What fsspec needs for a kind of object store, by the scheme of its URLs."""
+
 STDIN_SCRIPT = "-"
 """Name of a script that is read from standard input, as for python."""
 
@@ -103,7 +106,8 @@ def read_node_config(
         workers=WorkerConfig(
             command=command,
             log_dir=Path(options["log_dir"]).absolute(),
-            checkpoint_dir=_place_of(options["checkpoint_dir"] or str(checkpoints_of(rendezvous.job.job_id))),
+            checkpoint_dir=_place_of(options["checkpoint_dir"], command)
+            or str(checkpoints_of(rendezvous.job.job_id).absolute()),
             console=_console(options),
             role=options["role"],
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
@@ -223,14 +227,41 @@ def _console(options: dict[str, Any]) -> ConsoleConfig:
     )
 
 
-def _place_of(checkpoint_dir: str) -> str:
-    """Return an absolute path; a URL stays as it is.
+def _place_of(checkpoint_dir: str | None, command: tuple[str, ...]) -> str:
+    """Return an absolute path; a URL stays as it is. Empty: none was chosen.
+
+    What is wrong with it would else be noticed by the first save only. A directory that is there and cannot be written
+    is not refused: a disk that is full or read-only for a while stops no training.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, cannot be made a directory, or is of a kind that nothing installed can write.
     """
+    if not checkpoint_dir:
+        return ""
     try:
         require_place(checkpoint_dir)
     except ValueError as error:
         raise ConfigError(f"--checkpoint_dir: {error}") from None
-    return checkpoint_dir if "://" in checkpoint_dir else str(Path(checkpoint_dir).absolute())
+    if "://" not in checkpoint_dir:
+        path = Path(checkpoint_dir).absolute()
+        _require_possible(path)
+        return str(path)
+    scheme = checkpoint_dir.partition("://")[0]
+    packages = [] if scheme in {"file", "local"} else ["upath", *_PACKAGES.get(scheme, ())]
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing and command[0] == sys.executable:  # another Python may have them
+        raise ConfigError(
+            f"--checkpoint_dir={checkpoint_dir} needs the package {missing[-1]}, which is not installed: "
+            "pip install 'elastic-agent[cloud]', or what fsspec names for other stores than S3"
+        )
+    return checkpoint_dir
+
+
+def _require_possible(path: Path) -> None:
+    there = next(each for each in (path, *path.parents) if each.exists() or each.is_symlink())
+    if not there.is_dir():
+        raise ConfigError(f"--checkpoint_dir={path} cannot be a directory, because {there} is none: name another one")
+    if there != path and not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--checkpoint_dir={path} is not there and cannot be made in {there}: make it, or name another one"
+        )
