@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
+_FEW = "few GPUs: "
+"""Begins the offer of a rank that has a GPU, and cannot tell whether another rank has the same."""
+
 
 class _Membership:
     """How this process belongs to its group."""
@@ -245,8 +248,12 @@ def _agree_on_backend(store: Store, own_rank: int, world: int) -> str:
     changes is exchanged, and two ranks on one GPU get NCCL's error.
     """
     keys = [f"trainer_runtime/backend/{rank}" for rank in range(world)]
-    gpu = _own_gpu(own_rank) if contract.RANKS_KEY in os.environ else f"rank-{own_rank}"
-    store.set(keys[own_rank], f"{_own_backend()} {gpu}")
+    gpu = _own_gpu() if contract.RANKS_KEY in os.environ else ""
+    # Ranks that see one GPU each may see different ones; `choose_backend` finds those that share one by its name.
+    backend = "nccl" if gpu else _own_backend()
+    if not gpu:
+        gpu = f"rank-{own_rank}" if backend == "nccl" or not torch.cuda.is_available() else _few_gpus()
+    store.set(keys[own_rank], f"{backend} {gpu}")
     entries = store.multi_get(keys)  # waits until all ranks have set theirs
     backend, reason = choose_backend([entry.decode() for entry in entries])
     if own_rank == 0 and reason:
@@ -260,13 +267,18 @@ def choose_backend(entries: Sequence[str]) -> tuple[str, str]:
     NCCL refuses two ranks on one GPU also if they are on different nodes: containers, or agents of one machine.
 
     Args:
-        entries: `BACKEND GPU` of each rank: the best backend that it can use alone, and a name that only its GPU has.
+        entries: `BACKEND GPU` of each rank: the best backend that it can use alone, and a name that only its GPU has,
+            or how many ranks see how many GPUs.
     """
     world = len(entries)
     without = [rank for rank, entry in enumerate(entries) if entry.startswith("gloo ")]
     if without:
         few = f"{len(without)} of {world} have no GPU of their own, rank {without[0]} for one"
-        return "gloo", f"all ranks use gloo: {few}" if len(without) < world else ""
+        if len(without) < world:
+            return "gloo", f"all ranks use gloo: {few}"
+        seen = entries[0].removeprefix("gloo ")
+        is_few = seen.startswith(_FEW)
+        return "gloo", f"all ranks use gloo: {seen.removeprefix(_FEW)}" if is_few else ""
     owners: dict[str, int] = {}
     for rank, entry in enumerate(entries):
         gpu = entry.removeprefix("nccl ")
@@ -275,11 +287,14 @@ def choose_backend(entries: Sequence[str]) -> tuple[str, str]:
     return "nccl", ""
 
 
-def _own_gpu(own_rank: int) -> str:
-    """Return a name of this rank's GPU that no other GPU has; the rank's own without one."""
-    if device().type != "cuda":
-        return f"rank-{own_rank}"
-    return str(getattr(torch.cuda.get_device_properties(device()), "uuid", f"rank-{own_rank}"))  # torch 2.4 lacks it
+def _own_gpu() -> str:
+    """Return a name of this rank's GPU that no other GPU has. Empty: it has none, or this torch does not tell."""
+    return str(getattr(torch.cuda.get_device_properties(device()), "uuid", "")) if device().type == "cuda" else ""
+
+
+def _few_gpus() -> str:
+    ranks, gpus = os.environ.get("LOCAL_WORLD_SIZE", "0"), torch.cuda.device_count()
+    return f"{_FEW}the {ranks} ranks of a node see {gpus} GPU{'s' * (gpus != 1)}; let each see all GPUs of its node"
 
 
 def _own_backend() -> str:

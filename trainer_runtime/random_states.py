@@ -1,9 +1,9 @@
 """The random states of a rank: read for a checkpoint, restored, or derived for another world size.
 
-A rank has one state each in Python, NumPy, torch's CPU and its CUDA device, and those of the `torch.Generator`s in
-State. If the world size is unchanged, each rank continues with its own states. After a change of the world size no rank
-has states of its own. They are then derived from (seed, step, rank), so that a repetition draws the same numbers and no
-two ranks draw the same.
+A rank has one state each in Python, NumPy, torch's CPU and each CUDA device that it sees, since a script may use more
+than its first one, and those of the `torch.Generator`s in State. If the world size is unchanged, each rank continues
+with its own states. After a change of the world size no rank has states of its own. They are then derived from (seed,
+step, rank), so that a repetition draws the same numbers and no two ranks draw the same.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class RandomStates:
             states["numpy"] = _read_numpy()
         if device().type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(device())
+            # Reading a generator takes no memory on its device.
+            states["cuda_devices"] = [torch.cuda.get_rng_state(number) for number in range(torch.cuda.device_count())]
         return states
 
     def load(self, states: dict[str, Any]) -> None:
@@ -52,7 +54,10 @@ class RandomStates:
         if "numpy" in states:
             _load_numpy(states["numpy"])
         if "cuda" in states and device().type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], device())
+            here = range(torch.cuda.device_count())
+            for number, state in zip(here, states.get("cuda_devices", ()), strict=False):
+                torch.cuda.set_rng_state(state, number)
+            torch.cuda.set_rng_state(states["cuda"], device())  # last: it may be another number on this node
 
     def derive(self, seed: int, step: int, rank: int) -> None:
         """Set all states from seed, step and rank."""

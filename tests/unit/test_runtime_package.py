@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -78,11 +79,39 @@ def test_all_ranks_agree_on_the_backend_and_one_reports_what_was_lost(
         store.set(f"trainer_runtime/backend/{rank}", f"{backend} {gpu}")
     for rank, (backend, gpu) in enumerate(own):
         monkeypatch.setattr(dist, "_own_backend", lambda backend=backend: backend)
-        monkeypatch.setattr(dist, "_own_gpu", lambda _rank, gpu=gpu: gpu)
+        monkeypatch.setattr(dist, "_own_gpu", lambda gpu=gpu if backend == "nccl" else "": gpu)
         assert dist._agree_on_backend(store, rank, 3) == agreed
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == bool(said)
     assert said in "".join(lines)
+
+
+def test_ranks_that_each_see_another_gpu_use_nccl_and_others_are_told_why_they_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script sets CUDA_VISIBLE_DEVICES for each rank. Only under an agent the names of the GPUs are exchanged."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def agree(*gpus: str) -> list[str]:
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # as in trainer_runtime.dist
+        for rank in (0, 1):  # each waits for both
+            store.set(f"trainer_runtime/backend/{rank}", f"nccl {gpus[rank]}" if gpus else f"gloo {dist._few_gpus()}")
+        agreed = []
+        for rank in (1, 0):
+            properties = SimpleNamespace(uuid=gpus[rank]) if gpus else SimpleNamespace()
+            monkeypatch.setattr("torch.cuda.get_device_properties", lambda _device, found=properties: found)
+            agreed.append(dist._agree_on_backend(store, rank, 2))
+        return agreed
+
+    monkeypatch.setenv(dist.contract.RANKS_KEY, "key")
+    assert agree("GPU-a", "GPU-b") == ["nccl", "nccl"]
+    assert agree("GPU-a", "GPU-a") == ["gloo", "gloo"]
+    assert "all ranks use gloo: ranks 0 and 1 share the GPU GPU-a" in capsys.readouterr().err
+    monkeypatch.delenv(dist.contract.RANKS_KEY)
+    assert agree() == ["gloo", "gloo"]
+    assert "all ranks use gloo: the 2 ranks of a node see 1 GPU; let each see all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("local_rank", "index"), [("0", 0), ("1", 1), ("2", 0), ("5", 1)])
