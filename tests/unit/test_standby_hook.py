@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -312,6 +313,18 @@ def test_what_another_standby_has_met_is_not_imported_again(preload: Callable[..
     preloader = preload(_LISTS, ["first", "third", "plain"], avoided=["lists"])
     assert _of_tests(preloader.tainted) == {"first", "second", "third"}
     assert "lists.config" not in sys.modules
+
+
+def test_a_module_that_uses_cuda_is_found_and_those_after_it_are_not_blamed(
+    preload: Callable[..., Preloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standby that holds memory on a GPU must not stay. CUDA is faked: this needs no GPU."""
+    cuda = SimpleNamespace(is_begun=False, is_initialized=lambda: cuda.is_begun)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    files = {"before.py": "", "kernels.py": "import torch\ntorch.cuda.is_begun = True\n", "after.py": ""}
+    preloader = preload(files, ["before", "kernels", "after"])
+    assert _of_tests(preloader.tainted) == {"kernels"}
+    assert "after" in sys.modules
 
 
 def test_a_package_that_cannot_be_imported_is_reported_as_a_whole(preload: Callable[..., Preloader]) -> None:

@@ -25,7 +25,8 @@ A module cannot be un-imported. Therefore a standby must not import, and watches
 - another module than the script would get: a name that is also in the script's directory or on PYTHONPATH, or that
   the script got from elsewhere, say from a path that it inserted itself;
 - a module that reads, while being imported, a variable that is only known at "go" (the rank), or that the script sets
-  first.
+  first;
+- a module that uses CUDA while being imported: a standby would hold memory on a GPU that the running rank needs.
 
 A standby that meets one of these aborts that import, continues with the others, reports which modules led to such
 imports, and exits; the next standby is started without these modules, and without everything in them if they are

@@ -46,6 +46,7 @@ class Preloader:
         self._itself = {paths.module, f"{paths.module}.__main__"} if paths.module else set()
         """Names of the module that `python -m` runs: it runs as `__main__`, not as an imported module."""
         self._current = ""
+        self._has_cuda = _has_cuda()
         self._before = frozenset(sys.modules)
         self._known = set(self._before)
         self.left_out: dict[str, str] = {}
@@ -96,6 +97,9 @@ class Preloader:
                 raise
             failed = next((parent for parent in parents(name) if parent not in sys.modules), name)
             self.left_out[failed] = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+        if _has_cuda() and not self._has_cuda:
+            self._has_cuda = True
+            self._taint([name])
         self._look_for_strays()
 
     def _is_excluded(self, name: str) -> bool:
@@ -131,6 +135,12 @@ class Preloader:
         self.tainted.update(new)
         if new:
             self._report_taint(new)
+
+
+def _has_cuda() -> bool:
+    """Return whether CUDA was initialized by torch: then this process holds memory on a GPU that a rank uses."""
+    is_initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
 
 
 def _is_package(name: str, path: Sequence[str] | None) -> bool:
