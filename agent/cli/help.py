@@ -36,6 +36,12 @@ _VARIABLES = (
     "Each option is also read from a variable: --job_id from ELASTIC_AGENT_JOB_ID. The command line wins. Hyphens may "
     "be written in place of underscores, and names may be shortened."
 )
+_CONFIG = (
+    "The file has options by their names, in TOML: a text, a number, true or false for options without a value, or a "
+    "list of texts. Paths are as on the command line, where the script and its arguments stay. Commands about a job "
+    "take from the same file which job they are about."
+)
+_CONFIG_EXAMPLE = ('job_id = "resnet"', 'elastic_server = "etcd:2379"', 'np = "2:4"', "standalone = false")
 _LAUNCHERS = (
     "Options of torchrun and Paddle's launcher that have a like meaning are aliases, which the other topics show. The "
     "following options are accepted with a warning or refused with the advice that stands beside them:"
@@ -99,6 +105,12 @@ def _write_topic(topic: Topic, formatter: click.HelpFormatter) -> None:
     records = [parameter.get_help_record(context) for parameter in parameters_of(topic.options)]
     with formatter.section(topic.title):
         formatter.write_dl([record for record in records if record is not None])
+    if topic.name == "config":
+        formatter.write_paragraph()
+        formatter.write_text(_CONFIG)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write("".join(f"{'':4}{line}\n" for line in _CONFIG_EXAMPLE))
     if topic.name == "launchers":
         formatter.write_paragraph()
         formatter.write_text(_LAUNCHERS)

@@ -1,9 +1,10 @@
 """How an option is declared, and the options that several commands share.
 
 Each option `--some_name` can also be written as `--some-name`, and is also read from the variable
-`ELASTIC_AGENT_SOME_NAME` and from the variables of other launchers that its declaration lists. The command line wins
-over a variable. An empty variable counts as not set. An empty value on the command line mostly means that a shell
-variable was not set, so it is refused, except for facts that a node can find out about itself.
+`ELASTIC_AGENT_SOME_NAME`, from the variables of other launchers that its declaration lists, and from the file of
+`--config`. The command line wins over a variable, and a variable over the file. An empty variable counts as not set.
+An empty value on the command line mostly means that a shell variable was not set, so it is refused, except for facts
+that a node can find out about itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from agent.cli.config_file import use_config_file
 from agent.errors import ConfigError
 from agent.store.access import DEFAULT_SERVER, DEFAULT_STORE_TIMEOUT_S, PASSWORD_VARIABLE
 
@@ -146,6 +148,14 @@ NP = option(
     default_text="1",
     help="Number of nodes. N: a lost node is waited for. MIN:MAX: the job goes on with the nodes that are left.",
 )
+CONFIG = option(
+    "config",
+    callback=use_config_file,
+    is_eager=True,
+    expose_value=False,
+    metavar="FILE",
+    help="TOML file with options by their names; the command line and variables win.",
+)
 NEW_NP = option("np", "--nnodes", env=_NP_VARIABLES, metavar="N|MIN:MAX", help="New number of nodes.")
 STORE_TIMEOUT = option(
     "store_timeout",
@@ -186,6 +196,7 @@ JOB_OPTIONS: tuple[Decorator, ...] = (
     ELASTIC_SERVER,
     *ETCD_ACCESS,
     JOB_ID,
+    CONFIG,
     option(
         "store_timeout",
         type=float,

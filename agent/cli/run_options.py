@@ -8,6 +8,7 @@ import click
 
 from agent.cli.foreign_options import FOREIGN_OPTIONS
 from agent.cli.options import (
+    CONFIG,
     DEFAULT_CTRL_PORT,
     ELASTIC_SERVER,
     ETCD_ACCESS,
@@ -420,6 +421,7 @@ TOPICS = (
             ),
         ),
     ),
+    Topic("config", "A configuration file", (CONFIG,)),
     Topic(
         "launchers",
         "Options of other launchers",
