@@ -10,6 +10,7 @@ It writes, for the test:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -29,8 +30,9 @@ SAMPLES = 119
 GLOBAL_BATCH = 24
 STEPS_PER_EPOCH = 5
 MISDEED = os.environ.get("MISDEED", "")
-"""What a rank does wrong: `raise`, `sleep` or `stop` once, `catch` each RuntimeError, or `rate`: follow a learning rate
-that depends on the world in which it has set up. `freeze`: the first layer is trained from epoch `THAWS_AT` on."""
+"""What a rank does wrong: `raise`, `sleep`, `stop`, `stick` (in C) or `hold` (in C, with the interpreter's lock) once,
+`catch` each RuntimeError, or `rate`: follow a learning rate that depends on the world in which it has set up. `freeze`:
+the first layer is trained from epoch `THAWS_AT` on."""
 THAWS_AT = 20
 
 
@@ -51,7 +53,7 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 def misbehave(directory: Path, step: int) -> None:
     """Do once, on rank 1 after step 20, what the test wants to see."""
-    if MISDEED not in {"raise", "sleep", "stop"} or step <= 20 or tr.rank() != 1:
+    if MISDEED not in {"raise", "sleep", "stop", "hold", "stick"} or step <= 20 or tr.rank() != 1:
         return
     with suppress(FileExistsError):
         (directory / "misdeed").open("x").write(str(os.getpid()))
@@ -59,6 +61,8 @@ def misbehave(directory: Path, step: int) -> None:
             raise ValueError("a mistake of the script")
         if MISDEED == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if MISDEED in {"hold", "stick"}:
+            (ctypes.PyDLL if MISDEED == "hold" else ctypes.CDLL)(None).sleep(1000)
         time.sleep(1000)
 
 

@@ -192,11 +192,11 @@ def test_what_is_frozen_as_ranks_move_is_averaged_again_once_it_trains(job: Make
     assert_result(running, weights)
 
 
-@pytest.mark.parametrize("misdeed", some(["sleep"], of=["sleep", "stop"]))
+@pytest.mark.parametrize("misdeed", some(["hold"], of=["sleep", "stop", "hold", "stick"]))
 def test_a_rank_that_does_not_notice_is_replaced_and_the_others_keep_their_processes(
     job: Make, undisturbed: Callable[[int], dict[str, torch.Tensor]], misdeed: str
 ) -> None:
-    """It sleeps in its own code, or is stopped, as another rank is killed."""
+    """It sleeps, is stopped, or is stuck in C with or without the interpreter's lock, as another rank is killed."""
     running = job("--detect_within=5")
     running.epochs = 80
     running.environ["MISDEED"] = misdeed
