@@ -304,7 +304,7 @@ def test_what_is_no_request_changes_nothing(served: Served) -> None:
 
 def test_credentials_are_nowhere_to_be_seen(served: Served) -> None:
     """Neither in a process's arguments or environment, nor in logs, in the status, or in what the page sends."""
-    spec = json.loads(etcd_value(served, "spec"))
+    spec = json.loads(etcd_value(served, "shared/spec"))
     hidden = (served.token, OWN_TOKEN, spec["secret"])
     shown = [served.log_text(), served.ask("status", "--json"), (served.directory / "events.jsonl").read_text()]
     shown += [path.read_text(errors="replace") for path in served.directory.glob("log/**/*.log")]
