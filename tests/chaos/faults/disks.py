@@ -37,9 +37,9 @@ def _without_disk(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     cluster.inside(
         victim, "! head -c 65536 /dev/zero 2>/dev/null >/checkpoints/probe || { rm /checkpoints/probe; exit 1; }"
     )
-    before = cluster.record("checkpoint")["number"]
+    before = cluster.record("shared/checkpoint")["number"]
     yield Undisturbed(2 * SAVE_EVERY * cluster.step_time_s)
-    written = cluster.record("checkpoint")["number"] - before
+    written = cluster.record("shared/checkpoint")["number"] - before
     assert written <= 1, f"{written} checkpoints were committed there"  # the first was whole before
     cluster.kill(victim)
     yield Recovery()
@@ -75,7 +75,7 @@ def checkpoint_flipped(cluster: Cluster, _: Random) -> Iterator[Wait]:
 def _damaged(cluster: Cluster, how: str) -> Iterator[Wait]:
     nodes, known = cluster.running(), cluster.ledger.newest_group
     cluster.kill(*nodes)
-    record = cluster.record("checkpoint")
+    record = cluster.record("shared/checkpoint")
     committed = record["name"]  # in place, or under its private name yet, which has this in it
     cluster.observe(f"file=$(find /checkpoints -path '*{committed}*/state.pt'); test -f \"$file\"; {how}")
     cluster.start(*nodes)

@@ -24,7 +24,7 @@ def out_of_memory(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     cluster.observe(f"echo {2 * _NODE_MB} >/ledger/eat.{victim}")
     yield Recovery(soon_s=_WITHOUT_STANDBY_S)
     _limit_memory(victim, _PLENTY_MB)
-    first = cluster.record("group")["reason"]["first"]
+    first = cluster.record("shared/group")["reason"]["first"]
     assert first["node_id"] == victim, first
     assert "out of memory" in first.get("why", ""), first
 
