@@ -160,6 +160,7 @@ class Restorer:
             hooks=self.save_hooks,
             shards=shards,
         )
+        capturer.expects_saves = saver.writes_copies
         snapshots = None
         if descriptor is not None and self.channel is not None:
             replication = open_replication(open_control_page())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 
 from trainer_runtime import contract
 from trainer_runtime.flat import unflatten
+from trainer_runtime.free_memory import free_memory
 from trainer_runtime.pinned_memory import PinnedMemory
 from trainer_runtime.snapshot_page import (
     HEADER_BYTES,
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 
     from trainer_runtime.flat import Flattened, Layout
 
+_LEAST_PREPARED_BYTES = 32 << 20
+"""Less memory is taken by the copy itself: it takes some hundredths of a second."""
+_CHUNK_BYTES = 64 << 20
+_NICE = 10
 _OWN_SLACK_BYTES = 1 << 20
 """What a copy may grow by before it gets another memory of this process."""
 
@@ -144,6 +150,26 @@ class SnapshotMemory:
             self._begin_piece((index, "part"), area, part, area.bytes[common_bytes:][: part.bytes]),
         )
 
+    def prepare(self, begun: Unfinished, slots: int) -> None:
+        """Let a thread take the memory of the slots up to this number that have none yet. Returns at once.
+
+        The first copy into a slot would else wait while the system clears each page: a second per gigabyte or more.
+
+        Args:
+            begun: a copy, as large as those in the other slots will be.
+            slots: number of slots, from the first one.
+        """
+        size = len(begun.common.where) + len(begun.part.where)
+        if self._descriptor is None or size < _LEAST_PREPARED_BYTES:
+            return
+        missing = [index for index in range(slots) if self._areas[index] is None]
+        if slots > KEPT and free_memory() < 2 * size * len(missing):
+            return
+        places = [self._make_room(index, size).at for index in missing]
+        if places:  # with a descriptor of its own, since another memory may get this number
+            arguments = os.dup(self._descriptor), places, size
+            threading.Thread(target=_take_memory, args=arguments, name="snapshot-memory", daemon=True).start()
+
     def pin(self, begun: Unfinished, device: torch.device) -> None:
         """Pin the memory of a snapshot, so that this GPU can copy into it by itself. May be called on any thread.
 
@@ -225,6 +251,19 @@ class SnapshotMemory:
             area = _area(end, mmap.mmap(self._descriptor, capacity, offset=end))
         self._areas[index] = area
         return area
+
+
+def _take_memory(descriptor: int, places: Sequence[int], size: int) -> None:
+    """Take the memory at these places of a file in memory, and close it. What is there already stays."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        for place in places:
+            for at in range(place, place + size, _CHUNK_BYTES):
+                os.posix_fallocate(descriptor, at, min(_CHUNK_BYTES, place + size - at))
+    except OSError:
+        pass  # the copy that needs it says what is wrong
+    finally:
+        os.close(descriptor)
 
 
 def _whole_pages(size: int) -> int:

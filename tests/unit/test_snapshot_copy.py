@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import snapshot_copy
+from trainer_runtime import snapshot_copy, snapshot_memory
 from trainer_runtime.contents import Contents
 from trainer_runtime.flat import Flattener, unflatten
 from trainer_runtime.snapshot_copy import SnapshotCopier
-from trainer_runtime.snapshot_memory import SnapshotMemory
-from trainer_runtime.snapshot_page import create_memory, read_slots
+from trainer_runtime.snapshot_memory import SnapshotMemory, read_copy
+from trainer_runtime.snapshot_page import KEPT, SLOTS, create_memory, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -435,3 +435,41 @@ def test_a_sparse_buffer_is_in_the_snapshot_if_it_is_saved_at_all(
     found = rank.saved(1)["model"].get("adjacency")
     assert (found is not None) == persistent
     assert found is None or torch.equal(found.to_dense(), torch.eye(3))
+
+
+def test_the_memory_of_later_copies_is_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread, for the slots that were asked for, and what was copied stays."""
+    monkeypatch.setattr(snapshot_memory, "_LEAST_PREPARED_BYTES", 1)
+    descriptor = create_memory("test")
+    memory = SnapshotMemory(descriptor, 0)
+    values = torch.arange(1 << 18, dtype=torch.int64)
+    flat = Flattener().flatten({"values": values})
+
+    def copy_at(step: int) -> Unfinished:
+        begun = memory.begin(step, 1, None, flat)
+        snapshot_copy._copy(begun.part.sources, begun.part.targets)
+        memory.finish(begun)
+        return begun
+
+    def taken() -> int:
+        return os.fstat(descriptor).st_blocks * 512
+
+    first = copy_at(1)
+    assert flat.bytes <= taken() < 2 * flat.bytes
+    memory.prepare(first, KEPT)
+    wait_for(lambda: taken() >= 2 * flat.bytes, "the second slot's memory", BOUND_S)
+    memory.prepare(first, SLOTS)
+    wait_for(lambda: taken() >= SLOTS * flat.bytes, "all memory", BOUND_S)
+    assert torch.equal(read_copy(first)[1]["values"], values)
+    copy_at(2)
+    memory.prepare(copy_at(3), SLOTS)
+    assert taken() < (SLOTS + 1) * flat.bytes, "it is there already"
+
+
+def test_no_memory_is_taken_ahead_for_saves_if_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_memory, "_LEAST_PREPARED_BYTES", 1)
+    memory = SnapshotMemory(create_memory("test"), 0)
+    begun = memory.begin(1, 1, None, Flattener().flatten({"values": torch.zeros(1 << 18)}))
+    monkeypatch.setattr(snapshot_memory, "free_memory", lambda: 1 << 20)
+    memory.prepare(begun, SLOTS)
+    assert memory._areas[KEPT:] == [None] * (SLOTS - KEPT)

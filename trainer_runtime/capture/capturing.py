@@ -14,6 +14,7 @@ from trainer_runtime.dist import rank, world_size
 from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
 from trainer_runtime.snapshot_copy import Capture, SnapshotCopier
 from trainer_runtime.snapshot_memory import SnapshotMemory
+from trainer_runtime.snapshot_page import KEPT, SLOTS
 from trainer_runtime.values import as_numbers
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class Capturer:
         self._memory = SnapshotMemory(descriptor, rank())
         self._copier = SnapshotCopier(contents, self._memory, report)
         self._common, self._part = Flattener(), Flattener()
+        self._copies = 0
+        """Number of copies that were begun."""
+        self.expects_saves = False
+        """Checkpoints will be written from copies of this rank, which takes a slot more."""
         atexit.register(_settle_at_exit, weakref.ref(self))
 
     @property
@@ -126,6 +131,11 @@ class Capturer:
         self._copier.join()
         begun = self._memory.begin(self._pos.step, world_size(), *state, is_snapshot=is_snapshot)
         capture = self._copier.copy(begun, may_defer=may_defer)
+        self._copies += 1
+        if self._copies == 1:
+            self._memory.prepare(begun, KEPT)
+        elif self._copies == KEPT + 2 and self.expects_saves:  # by now the restored snapshot was released
+            self._memory.prepare(begun, SLOTS)
         if not self._has_snapshots:  # until the next checkpoint the script may replace tensors, and need their memory
             self._common, self._part = Flattener(), Flattener()
             self._memory.forget()
