@@ -173,7 +173,8 @@ def _on_done(state: AgentState, answer: ev.WriteAnswered) -> AgentState:
             pass
     # A leader's view will include the write, for its changes come in order. A follower's does if it was shown there.
     will_include = state.view is not None and (state.view.is_whole or state.view.includes(answer.revision))
-    return replace(state, settled_revision=answer.revision, must_refresh=not will_include)
+    has_lost_history = answer.revision < state.pending_after  # then it is in no view, and would be written again
+    return replace(state, settled_revision=answer.revision, must_refresh=has_lost_history or not will_include)
 
 
 def _on_id_held(state: AgentState, holder: fx.NodeIdHolder, now: float) -> AgentState:

@@ -246,7 +246,8 @@ def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
             state = replace(state, unsaved=_unsaved_steps(state))
         case _:
             pass
-    return replace(state, pending=effect, pending_since=now), (*watch, effect)
+    after = state.view.revision if state.view is not None else 0
+    return replace(state, pending=effect, pending_since=now, pending_after=after), (*watch, effect)
 
 
 def _decide_watch(state: AgentState) -> tuple[AgentState, Effects]:

@@ -138,6 +138,8 @@ class AgentState:
     pending: fx.StoreEffect | None = None
     """The effect on the store that has not been answered yet."""
     pending_since: float = 0.0
+    pending_after: int = 0
+    """Revision of the view when that effect was decided."""
     must_refresh: bool = False
     is_answer_void: bool = False
     """`pending` was sent before etcd lost its history, so its answer and revision are about the lost history."""

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simulation.etcd import KEYS
+from simulation.etcd import KEYS, LATE_S
 
 from agent.core.incident import GroupChange, Incident, TransitionReport
 from agent.core.member_status import MemberStatus
@@ -70,6 +70,7 @@ class Incidents:
         self._missed: set[int] = set()
         """Groups in which a node's record was gone for a while, or for good."""
         self._last: Incident | None = None
+        self._forgotten_at = -math.inf
         self._step_s = 0.0
         """The longest step of an incident."""
         self._values: dict[str, set[bytes]] = {}
@@ -77,7 +78,7 @@ class Incidents:
 
     def forget(self) -> None:
         """Etcd has lost its data."""
-        self._last = None
+        self._last, self._forgotten_at = None, self._cluster.now
         self._changes.clear()
         self._values.clear()
         self._writes.clear()
@@ -172,6 +173,8 @@ class Incidents:
             self._check_complete(incident)
 
     def _check_totals(self, incident: Incident) -> None:
+        if self._cluster.now < self._forgotten_at + 2 * LATE_S:  # it may have been under way, and follows what is lost
+            return
         last, self._last = self._last, incident
         if last is None or last.run != incident.run:
             return

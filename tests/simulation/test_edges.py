@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+import pytest
 from reasons import FINISHED, LOST
 from simulation.agent import Agent
 from simulation.cluster import POLICY, Cluster
@@ -318,6 +319,22 @@ def test_a_newcomer_withdraws_its_suspicion_before_it_reports_that_it_reaches_th
     assert state.node.reachable_group == view.group.value.number if view.group is not None else 0
     assert fx.ClearSuspicion(suspicion) in effects
     assert not any(isinstance(effect, fx.UpdateNode) for effect in effects)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_write_with_a_lower_revision_than_the_view_shows_that_etcd_has_lost_its_history(*, is_whole: bool) -> None:
+    """It is in no view. Without another read the same would be decided, and written, again and again."""
+    cluster = Cluster(0, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: cluster.is_begun)
+    assert agent.state.view is not None
+    write = fx.UpdateNode(agent.state.node, 1)
+    view = replace(agent.state.view, is_whole=is_whole)
+    for behind, is_read in ((0, False), (1, True)):
+        state = replace(agent.state, view=view, pending=write, pending_after=view.revision, must_refresh=False)
+        answer = ev.WriteAnswered(write, ev.Outcome.DONE, revision=view.revision - behind)
+        state, effects = step(state, answer, agent.clock())
+        assert (fx.Refresh() in effects) is is_read
 
 
 def test_an_answer_that_was_under_way_in_an_outage_is_not_believed() -> None:
