@@ -128,13 +128,15 @@ class DataLoader:
     @property
     def global_batch(self) -> int:
         """Samples of a full step over all ranks."""
-        self._note_reader()
+        if self.batch_size is not None:
+            self._note_reader()
         return self._size if self.batch_size is None else self._size * dist.world_size()
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a complete epoch, in this world."""
-        self._note_reader()
+        if self.batch_size is not None:  # with `global_batch` it is the same in each world
+            self._note_reader()
         return self._batching().count_steps(self._length)
 
     def __len__(self) -> int:

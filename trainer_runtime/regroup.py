@@ -146,7 +146,7 @@ class Regrouping:
             if not can_move and is_main():
                 warn(
                     "state.run(): changes of the group restart this script as without it: "
-                    + (why_not or "state.steps() was given neither a tr.DataLoader nor range(n)")
+                    + (why_not or sources.obstacle())
                 )
 
     def find_disagreement(self) -> str:

@@ -78,8 +78,15 @@ class Sources:
     @property
     def can_move(self) -> bool:
         """Whether the items can be drawn on by the same objects in another group."""
-        beside = [each for each in under_way() if each is not self._pos.loader]
-        return self._is_movable and not beside
+        return not self.obstacle()
+
+    def obstacle(self) -> str:
+        """Return why the items cannot be drawn on by the same objects in another group; empty: they can."""
+        if not self._is_movable:
+            return "state.steps() was given neither a tr.DataLoader nor range(n)"
+        if any(each is not self._pos.loader for each in under_way()):
+            return "another tr.DataLoader is iterated beside the one of state.steps()"
+        return ""
 
     def on_move(self) -> None:
         """Begin another iterator, after what is committed: this process has entered another group."""

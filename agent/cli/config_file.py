@@ -67,8 +67,10 @@ def _values_in(path: str) -> dict[str, Any]:
 def _value_of(path: str, key: str, value: object) -> object:
     if isinstance(value, list) and all(isinstance(each, str | int) for each in value):
         return ",".join(map(str, value))
-    if isinstance(value, str | int | float):
+    if isinstance(value, bool):
         return value
+    if isinstance(value, str | int | float):
+        return str(value)  # refused or taken as on the command line
     raise ConfigError(f"--config={path}: {key} must be a text, a number, true, false or a list of texts, not {value!r}")
 
 

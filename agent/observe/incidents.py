@@ -124,7 +124,8 @@ def explain(incident: Incident, before: Incident | None) -> list[str]:
         Sentences; a sentence may end with an indented block, for instance a traceback.
     """
     when = datetime.fromtimestamp(incident.at).astimezone()
-    cause = _CAUSE_MEANING[incident.cause]
+    is_stop = isinstance(incident.reason, Requested) and incident.reason.what == "stop"
+    cause = "the job was to stop" if is_stop else _CAUSE_MEANING[incident.cause]
     head = f"Group {incident.group} was formed at {when:%Y-%m-%d %H:%M:%S %Z}, because {cause}."
     parts = [head, *_what_happened(incident)]
     has_waited = before is not None and before.run == incident.run and not before.members

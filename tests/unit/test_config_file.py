@@ -84,9 +84,10 @@ def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, text: s
 
 def test_a_wrong_value_is_refused_as_on_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text('max_restarts = "many"')
-    with pytest.raises(click.BadParameter, match="'many' is not a valid integer"):
-        given(run, f"--config={path}", "train.py")
+    for value, shown in (('"many"', "many"), ("1.5", "1.5")):
+        path.write_text(f"max_restarts = {value}")
+        with pytest.raises(click.BadParameter, match=f"'{shown}' is not a valid integer"):
+            given(run, f"--config={path}", "train.py")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

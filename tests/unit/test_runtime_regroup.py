@@ -249,6 +249,10 @@ def test_where_a_set_up_reads_its_rank_is_noted_and_torchs_functions_come_back()
         assert not set_up.read_at, "it is the same in every world"
         read(varying)
         assert set_up.read_at.startswith("test_runtime_regroup.py:")
+    set_up.read_at = ""
+    in_parts = tr.DataLoader(range(16), global_batch=4, micro_batch=2)
+    assert (in_parts.steps_per_epoch, in_parts.global_batch, set_up.read_at) == (4, 4, "")
+    assert (len(in_parts), set_up.read_at[:24]) == (8, "test_runtime_regroup.py:")
     set_up.end()
     assert dist.get_rank is not noting
 
