@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import shutil
@@ -174,8 +175,16 @@ def _command(options: dict[str, Any]) -> tuple[str, ...]:
             raise ConfigError(f"no program {name!r} on PATH")
         return (name, *arguments)
     if name != STDIN_SCRIPT:
-        check_script(name, " (-m runs a module, --no_python a program)")
+        check_script(name, f" (-m runs a module, --no_python a program{_command_meant(name)})")
     return (sys.executable, name, *arguments)
+
+
+def _command_meant(name: str) -> str:
+    """End a hint with the command that was probably meant. Empty: none is like it."""
+    from agent.cli.command_line import COMMANDS  # noqa: PLC0415 - that module imports this one
+
+    near = difflib.get_close_matches(name.lower(), COMMANDS, 1, cutoff=0.75)
+    return f"; the command is called {near[0]}" if near else ""
 
 
 def script_file(options: dict[str, Any]) -> Path | None:

@@ -55,9 +55,11 @@ def _values_in(path: str) -> dict[str, Any]:
     for key, value in read.items():
         name = names.get(key.replace("-", "_"))
         if name is None:
+            if isinstance(value, dict):
+                raise ConfigError(f"--config={path}: options stand at the top level, not in a table: [{key}]")
             near = difflib.get_close_matches(key.replace("-", "_"), names, 1)
-            hint = f"did you mean {near[0]}" if near else "see elastic-agent help all for the names"
-            raise ConfigError(f"--config={path}: {key} is no option of elastic-agent run: {hint}")
+            hint = f"did you mean {near[0]}?" if near else "see elastic-agent help all for the names"
+            raise ConfigError(f"--config={path}: {key} is no option: {hint}")
         if name in values:
             raise ConfigError(f"--config={path}: {key} and another line set the same option: keep one")
         values[name] = _value_of(path, key, value)

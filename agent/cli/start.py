@@ -207,7 +207,7 @@ def _timeout_error(config: AgentConfig, elastic_timeout_s: float, error: StoreUn
     do = (
         "start the same line on all machines"
         if config.ensemble
-        else "start it, or give its address with --elastic_server"
+        else "start it, or give its address with --elastic_server (a job on one machine needs none: --standalone)"
     )
     return StoreUnavailable(f"etcd at {where} could not be reached within {config.store_timeout_s:g} s ({error}): {do}")
 

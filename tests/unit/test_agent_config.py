@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli import agent_config
-from agent.cli.agent_config import _place_of
+from agent.cli.agent_config import _command_meant, _place_of
 from agent.errors import ConfigError
 
 PYTHON = (sys.executable, "train.py")
@@ -50,3 +50,9 @@ def test_an_object_store_without_its_package_is_refused_unless_another_python_ru
         assert _place_of(url, ("/usr/bin/other-python", "train.py")) == url
     assert _place_of("memory://job", PYTHON) == "memory://job"
     assert _place_of("file:///tmp/job", PYTHON) == "file:///tmp/job"
+
+
+@pytest.mark.parametrize(("word", "command"), [("statsu", "status"), ("Status", "status"), ("historry", "history")])
+def test_a_mistyped_command_is_no_script_and_is_suggested(word: str, command: str) -> None:
+    assert _command_meant(word) == f"; the command is called {command}"
+    assert not _command_meant("train.py")
