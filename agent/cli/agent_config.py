@@ -239,11 +239,8 @@ def _console(options: dict[str, Any]) -> ConsoleConfig:
 def _place_of(checkpoint_dir: str | None, command: tuple[str, ...]) -> str:
     """Return an absolute path; a URL stays as it is. Empty: none was chosen.
 
-    What is wrong with it would else be noticed by the first save only. A directory that is there and cannot be written
-    is not refused: a disk that is full or read-only for a while stops no training.
-
     Raises:
-        ConfigError: it is neither, cannot be made a directory, or is of a kind that nothing installed can write.
+        ConfigError: it is neither, or is of a kind that nothing installed can write.
     """
     if not checkpoint_dir:
         return ""
@@ -252,9 +249,8 @@ def _place_of(checkpoint_dir: str | None, command: tuple[str, ...]) -> str:
     except ValueError as error:
         raise ConfigError(f"--checkpoint_dir: {error}") from None
     if "://" not in checkpoint_dir:
-        path = Path(checkpoint_dir).absolute()
-        _require_possible(path)
-        return str(path)
+        # Not looked for: a mount may remember for a minute that there was no such name, and rank 0 is about to make it.
+        return str(Path(checkpoint_dir).absolute())
     scheme = checkpoint_dir.partition("://")[0]
     packages = [] if scheme in {"file", "local"} else ["upath", *_PACKAGES.get(scheme, ())]
     missing = [package for package in packages if find_spec(package) is None]
@@ -264,13 +260,3 @@ def _place_of(checkpoint_dir: str | None, command: tuple[str, ...]) -> str:
             "pip install 'elastic-agent[cloud]', or what fsspec names for other stores than S3"
         )
     return checkpoint_dir
-
-
-def _require_possible(path: Path) -> None:
-    there = next(each for each in (path, *path.parents) if each.exists() or each.is_symlink())
-    if not there.is_dir():
-        raise ConfigError(f"--checkpoint_dir={path} cannot be a directory, because {there} is none: name another one")
-    if there != path and not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"--checkpoint_dir={path} is not there and cannot be made in {there}: make it, or name another one"
-        )
