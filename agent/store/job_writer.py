@@ -238,6 +238,7 @@ class JobWriter:
         lead = [
             Compare(keys.group, mod_revision=effect.group_revision),
             Compare(keys.leader, create_revision=effect.leader_revision),
+            Compare(keys.result, create_revision=0),  # a write that lands late must not follow the end of the job
         ]
         match effect:
             case fx.WriteGroup():
@@ -249,7 +250,7 @@ class JobWriter:
             case fx.WriteHandoff(handoff):
                 return lead, [Put(keys.handoff, encode(handoff))]
             case fx.WriteResult(result):
-                return [*lead, Compare(keys.result, create_revision=0)], [Put(keys.result, encode(result))]
+                return lead, [Put(keys.result, encode(result))]
 
     def _group_writes(self, effect: fx.WriteGroup) -> Writes:
         keys, group, restored = self._keys, effect.group, effect.restored

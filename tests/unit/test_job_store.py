@@ -61,7 +61,7 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     """Each write, as decided from these revisions, with the records that it rests on."""
     led = {"group_revision": at["group"], "leader_revision": at["leader"]}
     told = {"group_revision": at["group"]}
-    lead = {"group", "leader"}
+    lead = {"group", "leader", "result"}
     group = fx.WriteGroup(GROUP, None, None, spec_revision=at["spec"], **led)
     restore_point = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
     result = Result(run="r", group=1, succeeded=True, exit_code=0, reason=FINISHED)
@@ -69,7 +69,7 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
         "group": (group, lead | {"spec"}),
         "resume": (fx.WriteRestorePoint(restore_point, **led), lead),
         "handoff": (fx.WriteHandoff(HandoffRequest(group=1, after=0, reason=LOST), **led), lead),
-        "result": (fx.WriteResult(result, **led), lead | {"result"}),
+        "result": (fx.WriteResult(result, **led), lead),
         "checkpoint": (
             fx.WriteCheckpoint(CHECKPOINT, checkpoint_revision=at["checkpoint"], **told),
             {"group", "checkpoint"},
@@ -107,9 +107,8 @@ def store_of_job(store: MemoryStore) -> JobWriter:
 def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
     store = MemoryStore()
     job = store_of_job(store)
-    absent = {"result": "result", "spec": "spec", "campaign": "leader", "first status": "status"}.get(
-        what
-    )  # it is to be the first
+    of_leader = dict.fromkeys(("group", "resume", "handoff", "result"), "result")  # the job is to have none yet
+    absent = {**of_leader, "spec": "spec", "campaign": "leader", "first status": "status"}.get(what)
     at = {name: 0 if name == absent else write(store, name) for name in SEEN}
     effect, rests_on = effects(at)[what]
     if changed != "nothing":
@@ -173,7 +172,7 @@ def test_nothing_is_kept_without_end() -> None:
     store = MemoryStore()
     job = store_of_job(store)
     at = {name: write(store, name) for name in SEEN}
-    store.transact([], [Delete(KEYS.status(STATUS)), Delete(KEYS.incident(1))])
+    store.transact([], [Delete(KEYS.status(STATUS)), Delete(KEYS.incident(1)), Delete(KEYS.result)])
     for number in (3, 4):
         keys = (KEYS.statuses(number) + "a", KEYS.change(number), KEYS.incident(number))
         store.transact([], [Put(key, b"{}") for key in keys])
