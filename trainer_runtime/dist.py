@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _FEW = "few GPUs: "
-"""Begins the offer of a rank that has a GPU, and cannot tell whether another rank has the same."""
+"""Prefix of the entry of a rank that has a GPU, but does not know whether another rank has the same one."""
 
 
 class _Membership:
@@ -249,11 +249,10 @@ def _agree_on_backend(store: Store, own_rank: int, world: int) -> str:
     """
     keys = [f"trainer_runtime/backend/{rank}" for rank in range(world)]
     gpu = _own_gpu() if contract.RANKS_KEY in os.environ else ""
-    # Ranks that see one GPU each may see different ones; `choose_backend` finds those that share one by its name.
+    # Ranks that see one GPU each may see different ones: `choose_backend` compares their names.
     backend = "nccl" if gpu else _own_backend()
-    if not gpu:
-        gpu = f"rank-{own_rank}" if backend == "nccl" or not torch.cuda.is_available() else _few_gpus()
-    store.set(keys[own_rank], f"{backend} {gpu}")
+    is_one_of_few = backend == "gloo" and torch.cuda.is_available()
+    store.set(keys[own_rank], f"{backend} {gpu or (_few_gpus() if is_one_of_few else f'rank-{own_rank}')}")
     entries = store.multi_get(keys)  # waits until all ranks have set theirs
     backend, reason = choose_backend([entry.decode() for entry in entries])
     if own_rank == 0 and reason:

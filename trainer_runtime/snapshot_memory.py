@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trainer_runtime.flat import Flattened, Layout
 
 _LEAST_PREPARED_BYTES = 32 << 20
-"""Less memory is taken by the copy itself: it takes some hundredths of a second."""
+"""Smaller areas are not allocated ahead: the copy needs only some hundredths of a second for that."""
 _CHUNK_BYTES = 64 << 20
 _NICE = 10
 _OWN_SLACK_BYTES = 1 << 20
@@ -151,9 +151,10 @@ class SnapshotMemory:
         )
 
     def prepare(self, begun: Unfinished, slots: int) -> None:
-        """Let a thread take the memory of the slots up to this number that have none yet. Returns at once.
+        """Let a thread allocate the memory of those of the first `slots` slots that have none yet. Returns at once.
 
-        The first copy into a slot would else wait while the system clears each page: a second per gigabyte or more.
+        Otherwise the first copy into a slot waits while the system clears each page, which can take a second per
+        gigabyte or more. Memory for a third slot is allocated ahead only if twice as much is free.
 
         Args:
             begun: a copy, as large as those in the other slots will be.
@@ -254,7 +255,7 @@ class SnapshotMemory:
 
 
 def _take_memory(descriptor: int, places: Sequence[int], size: int) -> None:
-    """Take the memory at these places of a file in memory, and close it. What is there already stays."""
+    """Allocate the memory at these offsets of a file in memory, then close the descriptor. Existing data stays."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         for place in places:

@@ -249,7 +249,7 @@ def _place_of(checkpoint_dir: str | None, command: tuple[str, ...]) -> str:
     except ValueError as error:
         raise ConfigError(f"--checkpoint_dir: {error}") from None
     if "://" not in checkpoint_dir:
-        # Not looked for: a mount may remember for a minute that there was no such name, and rank 0 is about to make it.
+        # Not checked: a network mount caches for up to a minute that a name is missing, and rank 0 is about to make it.
         return str(Path(checkpoint_dir).absolute())
     scheme = checkpoint_dir.partition("://")[0]
     packages = [] if scheme in {"file", "local"} else ["upath", *_PACKAGES.get(scheme, ())]

@@ -167,7 +167,7 @@ def restart(target: Target, *, yes: bool, json: bool) -> int:
 
 @about_a_job("stop", WAIT, YES, changes=True)
 def stop(target: Target, *, wait: float | None, yes: bool, json: bool) -> int:
-    """End a running job after saving its training. Its agents exit with code 0."""
+    """End a running job after saving its training. Its agents exit with code 0, or 74 if steps could not be saved."""
     from agent.operate.changes import stop_job  # noqa: PLC0415 - as above
 
     return stop_job(target, wait_s=wait, is_agreed=yes, as_json=json)

@@ -8,8 +8,8 @@ event does no harm. Three things are decided separately, in this order:
   group are started once no process of an older group is left here, and are sent their restore point.
 - **The store**: at most one write is under way. In order of priority: the job's spec, suspected neighbours, our node
   record, the status of our workers, the checkpoint of a local worker, leadership, and, for the leader, what it planned.
-  Suspicions come before the node record, because a node that says that it reaches the group may be admitted at once:
-  one that it has not withdrawn by then would count as a member's, and cost the suspected member its place.
+  Suspicions come before the node record, because a node may be admitted as soon as its record says that it reaches the
+  group. A suspicion that it had not withdrawn would then count as a member's, and the suspected member be evicted.
 - **Leaving**: when the job has ended, or a signal asked for it, once the workers are gone. The last agent of a job that
   has not ended first saves the snapshot in its memory (`last_checkpoint.py`).
 
@@ -41,7 +41,7 @@ from agent.core.view import ClusterView
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
 _CAMPAIGN_PLACES = 100
-"""Over how many places the agents that are no members are spread."""
+"""Number of places over which the agents that are not members are spread."""
 _SIGTERM = 15
 
 

@@ -102,10 +102,7 @@ def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: 
         change_spec(store, keys, lambda seen: {"stopped_by": seen.spec.stopped_by or current_user()})
         result = _wait_for_end(store, keys, wait_s) if wait_s is not None else None
     if result is None:
-        message = (
-            "stopping: it saves the steps that its script commits, then its agents exit with code 0; "
-            "`reset` allows a new run"
-        )
+        message = "stopping: it saves the steps that its script commits, then its agents exit; `reset` allows a new run"
         return print_result(keys.job_id, "stop", message, as_json=as_json, has_ended=False)
     return _print_end(keys, result, as_json=as_json)
 

@@ -238,7 +238,7 @@ class JobWriter:
         lead = [
             Compare(keys.group, mod_revision=effect.group_revision),
             Compare(keys.leader, create_revision=effect.leader_revision),
-            Compare(keys.result, create_revision=0),  # a write that lands late must not follow the end of the job
+            Compare(keys.result, create_revision=0),  # a delayed write must not be applied after the job has ended
         ]
         match effect:
             case fx.WriteGroup():
