@@ -1,8 +1,8 @@
-"""Waiting until this rank's part of a snapshot was sent to other nodes.
+"""Waiting until another node has this rank's part of a snapshot.
 
-A large part was sent once the next node has it; a small one once the agent has passed it to its links, which takes so
-little time that no rank usually waits. But if an agent is stopped, or cannot run, its ranks wait, and with them all
-others: their steps would be lost if the agent lost its lease.
+A large part is sent to the next node. A small one is sent to both neighbours, and one of them must have stored it,
+unless neither answers; that takes so little time that no rank usually waits. But if an agent is stopped, or cannot run,
+its ranks wait, and with them all others: their steps would be lost if the agent lost its lease.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.links.clocks import ClockComparison
 from agent.links.frames import FrameKind, LinkBroken, LinkConnection, OtherCertificate, ping, read_pong
 from agent.links.handshake import Credential, LinkSession, handshake_as_dialler
-from agent.links.snapshot_parts import PartOutbox, SnapshotPart
+from agent.links.snapshot_parts import PartId, PartOutbox, SnapshotPart
 
 _REOPEN_S = 0.3
 _AFTER_CLOSE_S = 0.01  # a process that is killed closes its sockets one by one
@@ -85,6 +85,8 @@ class Link:
         self._heartbeat_s = heartbeat_s
         self._state: LinkState | None = None
         self._reason = ""
+        self._is_over = False
+        """The peer has said goodbye."""
         self._unanswered = 0
         self._current: LinkConnection | None = None
         self._replacement: tuple[LinkConnection, LinkSession] | None = None
@@ -99,9 +101,14 @@ class Link:
         """Send a snapshot part to the peer, now or when the link is open again."""
         self._outbox.put(part)
 
-    def when_delivered(self, then: Callable[[], None]) -> None:
-        """Call `then` once the peer has stored all parts that were passed to `send_part` so far."""
-        self._outbox.when_empty(then)
+    def when_stored(self, then: Callable[[], None], part: PartId | None = None) -> None:
+        """Call `then` once the peer has stored this part; None: all that were passed to `send_part` so far."""
+        self._outbox.when_stored(self._outbox.pending() if part is None else {part}, then)
+
+    def will_store(self, part: PartId) -> bool:
+        """Return whether the peer may store this part soon: it is still to be stored, and the peer is not away."""
+        is_away = self._is_over or self._state in {LinkState.SILENT, LinkState.LOST}
+        return not is_away and part in self._outbox.pending()
 
     def report_again(self) -> None:
         """Report the peer's state again: the receiver may have dropped the peer for a moment and missed a report."""
@@ -114,7 +121,7 @@ class Link:
             async with asyncio.TaskGroup() as tasks:
                 heartbeats = tasks.create_task(self._send_heartbeats())
                 await self._hold()
-                self._state = None
+                self._state, self._is_over = None, True
                 heartbeats.cancel()
         finally:
             if self._replacement is not None:

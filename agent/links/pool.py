@@ -19,7 +19,7 @@ from agent.links.listener import Listener
 from agent.links.log_server import LogServer
 from agent.links.part_sender import PartAddress
 from agent.links.queries import LiveRanks, LogFiles
-from agent.links.snapshot_parts import SnapshotPart
+from agent.links.snapshot_parts import PartId, SnapshotPart, id_of
 from agent.links.sockets import listen
 from agent.observe.log import InternalErrors
 
@@ -73,7 +73,8 @@ class LinkPool:
     ) -> None:
         self._tls = tls or in_the_clear()
         self._part_port = part_port
-        self._callbacks = LinkCallbacks(on_change, on_clock, wall_clock)
+        self._callbacks = LinkCallbacks(self._on_link_change, on_clock, wall_clock)
+        self._on_change = on_change
         self._on_part = on_part
         self._log_files = log_files
         self._live_ranks = live_ranks
@@ -88,6 +89,8 @@ class LinkPool:
         self._credential: Credential | None = None
         self._links: dict[Peer, tuple[Link, asyncio.Task[None]]] = {}
         self._linked_before: set[Identity] = set()
+        self._unstored: dict[int, tuple[PartId, Callable[[], None]]] = {}
+        """By rank: its newest part that no peer has stored yet, and what to call then."""
         self._mishaps = InternalErrors("the links to other agents")
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._on_mishap)
@@ -107,10 +110,16 @@ class LinkPool:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def send_part(self, part: SnapshotPart) -> None:
-        """Send a snapshot part to every peer. Returns at once."""
+    def send_part(self, part: SnapshotPart, on_end: Callable[[], None] = lambda: None) -> None:
+        """Send a snapshot part to every peer. Returns at once.
+
+        Args:
+            part: the part.
+            on_end: called once on the links' thread: when one peer has stored the part, or when none is expected to
+                soon, because all are silent or lost. Not called if a newer part of the same rank is sent before.
+        """
         with suppress(RuntimeError):  # the thread has ended
-            self._loop.call_soon_threadsafe(self._send_part, part)
+            self._loop.call_soon_threadsafe(self._send_part, part, on_end)
 
     def part_address(self, who: Identity) -> PartAddress | None:
         """Return where a peer takes large snapshot parts. None: there was no link to it yet, or it takes none."""
@@ -161,9 +170,29 @@ class LinkPool:
                 self._drop_all_but(())
                 await listener.close(goodbye=goodbye)
 
-    def _send_part(self, part: SnapshotPart) -> None:
+    def _send_part(self, part: SnapshotPart, on_end: Callable[[], None]) -> None:
+        sent = id_of(part)
+        self._unstored[part.rank] = sent, on_end
         for link, _ in self._links.values():
             link.send_part(part)
+            link.when_stored(partial(self._end_part, sent), sent)
+        self._end_hopeless_parts()
+
+    def _end_part(self, part: PartId) -> None:
+        _, rank = part
+        newest, on_end = self._unstored.get(rank, (None, None))
+        if on_end is not None and newest == part:
+            del self._unstored[rank]
+            on_end()
+
+    def _end_hopeless_parts(self) -> None:
+        for part, _ in tuple(self._unstored.values()):
+            if not any(link.will_store(part) for link, _ in self._links.values()):
+                self._end_part(part)
+
+    def _on_link_change(self, who: Identity, state: LinkState, reason: str) -> None:
+        self._on_change(who, state, reason)
+        self._end_hopeless_parts()
 
     def _when_delivered(self, then: Callable[[], None]) -> None:
         awaited = set(self._links)
@@ -176,7 +205,7 @@ class LinkPool:
         if not awaited:
             then()
         for peer in tuple(awaited):
-            self._links[peer][0].when_delivered(partial(on_stored, peer))
+            self._links[peer][0].when_stored(partial(on_stored, peer))
 
     async def _next_request(self) -> _HoldLinks | _CloseLinks:
         while True:
@@ -199,9 +228,14 @@ class LinkPool:
                 link = Link(
                     peer, hold.credential, self._linked_before, self._callbacks, self._heartbeat_s, self._tls.dialling
                 )
-                self._links[peer] = link, tasks.create_task(link.run())
+                self._links[peer] = link, tasks.create_task(self._run_link(link))
         if len(self._linked_before) > _MAX_REMEMBERED:
             self._linked_before &= {peer.identity for peer in hold.peers}
+        self._end_hopeless_parts()
+
+    async def _run_link(self, link: Link) -> None:
+        await link.run()
+        self._end_hopeless_parts()
 
     def _drop_all_but(self, peers: tuple[Peer, ...]) -> None:
         for peer in tuple(self._links):

@@ -45,6 +45,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SnapshotPart)
 
 
+PartId = tuple[StateId, int]
+"""The snapshot and the rank of a part."""
+
+
+def id_of(part: SnapshotPart) -> PartId:
+    """Return what tells this part from all others."""
+    return part.copy, part.rank
+
+
 class _OfSnapshot(Protocol):
     @property
     def copy(self) -> StateId: ...
@@ -80,17 +89,23 @@ class PartOutbox:
         """By rank, oldest first. A part stays until the neighbour has stored it, because the link may break."""
         self._has_pending = asyncio.Event()
         self._was_stored = asyncio.Event()
-        self._on_empty: list[Callable[[], None]] = []
+        self._awaited: list[tuple[set[PartId], Callable[[], None]]] = []
+        """Parts, and what to call once none of them is pending."""
 
     def put(self, part: SnapshotPart) -> None:
         """Send this part as soon as the link allows."""
         self._pending[part.rank] = add_newest(self._pending.get(part.rank, ()), part)
         self._has_pending.set()
+        self._call_awaited()
 
-    def when_empty(self, then: Callable[[], None]) -> None:
-        """Call `then` once, as soon as the neighbour has stored all parts."""
-        self._on_empty.append(then)
-        self._call_if_empty()
+    def pending(self) -> set[PartId]:
+        """Return the parts that the neighbour has not stored yet."""
+        return {id_of(part) for parts in self._pending.values() for part in parts}
+
+    def when_stored(self, parts: set[PartId], then: Callable[[], None]) -> None:
+        """Call `then` once, as soon as the neighbour has stored these parts, or newer ones of the same ranks."""
+        self._awaited.append((parts, then))
+        self._call_awaited()
 
     async def deliver(self, connection: LinkConnection, session: LinkSession) -> None:
         """Send the pending parts, and later ones, until the connection breaks."""
@@ -114,8 +129,11 @@ class PartOutbox:
             self._pending[part.rank] = rest
         if not self._pending:
             self._has_pending.clear()
-        self._call_if_empty()
+        self._call_awaited()
 
-    def _call_if_empty(self) -> None:
-        while self._on_empty and not self._pending:
-            self._on_empty.pop()()
+    def _call_awaited(self) -> None:
+        pending = self.pending()
+        ready = [then for parts, then in self._awaited if not parts & pending]
+        self._awaited = [(parts, then) for parts, then in self._awaited if parts & pending]
+        for then in ready:
+            then()

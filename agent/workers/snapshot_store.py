@@ -68,7 +68,8 @@ class SnapshotStore:
 
     Args:
         post: receives `InventoryChanged` when a group ends, and after each change while no local rank runs.
-        replicate: receives the part of each new snapshot that neighbours are to store; may not block.
+        replicate: receives the part of each new snapshot that neighbours are to store, and what to call once one has
+            stored it or none is expected to; may not block.
         part_sender: sends each such part that is large. None: these are not sent.
         space: provides space for the large parts that neighbours send.
     """
@@ -76,7 +77,7 @@ class SnapshotStore:
     def __init__(
         self,
         post: Callable[[InventoryChanged], None],
-        replicate: Callable[[SnapshotPart], None],
+        replicate: Callable[[SnapshotPart, Callable[[], None]], None],
         part_sender: PartSender | None = None,
         space: ReplicaSpace | None = None,
     ) -> None:
@@ -96,10 +97,7 @@ class SnapshotStore:
         self._next_node: Identity | None = None
         """The agent that is to hold their large parts. None: there is no other."""
         self._sent: dict[int, tuple[int, bool]] = {}
-        """Step of the newest part that was sent, by rank, and whether it was large.
-
-        A small one was passed to the links; a large one has arrived.
-        """
+        """Step of the newest part that a neighbour has stored, by rank, and whether it is large."""
         self._took_s: dict[int, float] = {}
         """Seconds from the last snapshot of each rank until its part was sent."""
         self._on_sent: tuple[int, _OnSent] | None = None
@@ -165,12 +163,11 @@ class SnapshotStore:
             if all(self._snapshot_counts[each] >= _SAFE_SNAPSHOTS for each in group.own):
                 self._keep_since(group.number, None)
             part = self._read_part(group, rank, step, at_s)
-            if isinstance(part, SnapshotPart):
-                self._replicate(part)
-                self._sent[rank] = step, False
-            if not isinstance(part, LargePart):
+            if part is None:
                 self._tell(rank, step, time.monotonic() - at_s)
-        if isinstance(part, LargePart) and self._part_sender is not None:
+        if isinstance(part, SnapshotPart):
+            self._replicate(part, partial(self._on_end, group, rank, step, at_s, is_large=False, is_held=True))
+        elif part is not None and self._part_sender is not None:
             self._part_sender.send(part)
 
     def when_sent(self, step: int, then: _OnSent) -> None:
@@ -287,14 +284,14 @@ class SnapshotStore:
         shared.page.replicated = max(shared.page.replicated, step)
         os.eventfd_write(shared.replicated_event, 1)
 
-    def _on_large_end(self, group: HeldGroup, header: PartHeader, at_s: float, is_held: bool) -> None:  # noqa: FBT001
-        """Handle the end of a transfer to the next node."""
+    def _on_end(self, group: HeldGroup, rank: int, step: int, at_s: float, *, is_large: bool, is_held: bool) -> None:
+        """Handle the end of a transfer: to one of the neighbours, or of a large part to the next node."""
         with self._lock:
             if self._running is not group:
                 return
             if is_held:
-                self._sent[header.rank] = header.copy.step, True
-            self._tell(header.rank, header.copy.step, time.monotonic() - at_s if is_held else 0.0)
+                self._sent[rank] = step, is_large
+            self._tell(rank, step, time.monotonic() - at_s if is_held else 0.0)
             ready = self._take_on_sent()
         if ready is not None:
             ready()
@@ -344,7 +341,7 @@ class SnapshotStore:
                 memory,
                 slot.part_at,
                 is_intact=lambda: slot in read_slots(memory),
-                on_end=partial(self._on_large_end, group, header, at_s),
+                on_end=lambda is_held: self._on_end(group, rank, step, at_s, is_large=True, is_held=is_held),
             )
         data = os.pread(group.own[rank], slot.part_bytes, slot.part_at)
         if slot not in read_slots(group.own[rank]):

@@ -86,7 +86,7 @@ class WorkerGroup:
         post: Callable[[Event], None],
         hang: HangConfig = _DEFAULT_HANG_CONFIG,
         standbys: StandbyPlan | None = None,
-        replicate: Callable[[SnapshotPart], None] = lambda _: None,
+        replicate: Callable[[SnapshotPart, Callable[[], None]], None] = lambda _part, on_end: on_end(),
         part_sender: PartSender | None = None,
         after_replication: Callable[[Callable[[], None]], None] = lambda then: then(),
         on_replica_message: Callable[[ReplicaMessage], None] = lambda _: None,
@@ -98,7 +98,7 @@ class WorkerGroup:
             post: receives the events.
             hang: limits of the hang monitor.
             standbys: plan of the standbys. None: there are none.
-            replicate: receives the part of each new snapshot that neighbours are to store; may not block.
+            replicate: see `SnapshotStore`.
             part_sender: sends each such part that is large. None: these are not sent.
             after_replication: receives a function to call once the neighbours have stored these parts; may not block.
             on_replica_message: receives what a parameter server reports of the replica of a shard.

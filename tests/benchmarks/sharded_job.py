@@ -2,7 +2,8 @@
 
 Runs on two nodes, each of which also holds the other one's part. A step sleeps, meets in an all-reduce, and takes the
 optimizer's step. Rank 0 writes what it has measured; the first steps, in which the interval of snapshots is settled,
-are left out.
+are left out. STEPS are measured, and more until there is an interval of snapshots among them: on a busy machine it is
+long.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trainer_runtime.contract import CONTROL_FD, SNAPSHOT_FD, ControlPage
 from trainer_runtime.snapshot_page import read_slots
 
 _UNMEASURED_STEPS = 30
+_LEAST_SNAPSHOTS = 2
 _NEVER = 10**9
 
 
@@ -42,10 +44,14 @@ def main() -> None:
     state.restore()
     memory = int(os.environ[SNAPSHOT_FD])
     steps_s, own_s, snapshots, handed_on = [], [], set[int](), dict[int, float]()
-    for _ in range(_UNMEASURED_STEPS + int(steps)):
+    is_last = torch.zeros(1)
+    while not is_last:
+        measured = [step for step in snapshots if step > _UNMEASURED_STEPS]
+        are_all = len(steps_s) + 1 >= _UNMEASURED_STEPS + int(steps) and len(measured) >= _LEAST_SNAPSHOTS
+        is_last = torch.full((1,), float(are_all and tr.is_main()))
         began = time.perf_counter()
         time.sleep(float(step_s))
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(is_last)
         met = time.perf_counter()
         optimizer.step()
         state.commit()

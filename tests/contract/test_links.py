@@ -780,6 +780,53 @@ def test_the_agent_is_notified_when_all_peers_have_the_parts(
     wait_until(lambda: len(arrived) == 2)
 
 
+def test_a_part_is_safe_once_one_peer_has_stored_it(
+    a: Agent, b: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    c, stored = make_agent("c"), list[tuple[int, int]]()
+    c.hold()
+    slow, slower = make_proxy(b.links.port), make_proxy(c.links.port)
+    a.hold(b.peer(slow.port), c.peer(slower.port))
+    wait_until(lambda: a.states(b.me) == [UP] and a.states(c.me) == [UP])
+    slow.delays_s, slower.delays_s = (0.001, 0.0), (0.05, 0.0)
+    a.links.send_part(part(1, size_bytes=LINK_PART_BYTES // 4), lambda: stored.append((len(b.parts), len(c.parts))))
+    wait_until(lambda: stored == [(1, 0)])
+
+
+def test_no_rank_waits_for_peers_of_which_none_answers(
+    quick_a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    a, ended = quick_a, list[list[LinkState]]()
+    proxy = make_proxy(b.links.port)
+    proxy.refuse()
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.links._links != {})
+    a.links.send_part(part(1), lambda: ended.append(a.states(b.me)))
+    wait_until(lambda: ended == [[SILENT]])
+    a.links.send_part(part(2), lambda: ended.append([]))
+    wait_until(lambda: ended == [[SILENT], []])
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_no_rank_waits_for_a_peer_that_is_no_neighbour_any_more(
+    a: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait, *, has_left: bool
+) -> None:
+    c, ended = make_agent("c"), threading.Event()
+    c.hold()
+    proxy = make_proxy(c.links.port)
+    a.hold(c.peer(proxy.port))
+    wait_until(lambda: a.states(c.me) == [UP])
+    proxy.delays_s = (0.05, 0.0)
+    a.links.send_part(part(1, size_bytes=LINK_PART_BYTES), ended.set)
+    assert not ended.wait(HEARTBEAT_S)
+    if has_left:
+        c.links.close()
+    else:
+        a.hold()
+    wait_until(ended.is_set)
+    assert c.parts == []
+
+
 def test_a_node_without_peers_has_nothing_to_wait_for(a: Agent, wait_until: Wait) -> None:
     a.hold()
     arrived = threading.Event()

@@ -137,7 +137,7 @@ def test_an_agent_does_not_wait_for_a_process_that_cannot_be_killed(
     monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)
     events: list[object] = []
     reactor = Reactor("test")
-    saver = SnapshotSaver(SnapshotStore(events.append, lambda _: None), reactor, events.append)
+    saver = SnapshotSaver(SnapshotStore(events.append, lambda *_: None), reactor, events.append)
     saver.begin(SaveSnapshot(StateId(run="r", group=1, step=1), 1, None), {"PYTHONPATH": str(tmp_path)})
     assert saver._running is not None
     process = saver._running.process

@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,16 +79,27 @@ class Bench:
     def __init__(self) -> None:
         self.told: list[tuple[Replica, ...]] = []
         self.handed: list[SnapshotPart] = []
+        self.holds_back = False
+        """No neighbour stores anything yet."""
+        self.unstored: list[Callable[[], None]] = []
+        """What is to be called then."""
         self.large: list[LargePart] = []
         self.ended: list[int] = []
         """Groups whose parts are not sent any more."""
         self.snapshots = SnapshotStore(
             self._post,
-            self.handed.append,
+            self._replicate,
             cast("PartSender", SimpleNamespace(send=self.large.append, end_group=self.ended.append)),
             ReplicaSpace(directories=()),
         )
         self.ranks: list[Rank] = []
+
+    def _replicate(self, part: SnapshotPart, on_end: Callable[[], None]) -> None:
+        self.handed.append(part)
+        if self.holds_back:
+            self.unstored.append(on_end)
+        else:
+            on_end()
 
     def _post(self, event: InventoryChanged) -> None:
         self.told.append(event.copies)
@@ -243,6 +254,20 @@ def test_each_ranks_part_is_replicated_when_it_is_taken(bench: Bench) -> None:
         (copy(3, 5), 0, b"0 5", 6),
         (copy(3, 5), 1, b"1 5", 6),
     ]
+
+
+def test_a_rank_is_told_of_its_part_when_a_neighbour_has_stored_it(bench: Bench) -> None:
+    """If it replaced an older snapshot before, and its node was lost, there would be none that is complete."""
+    bench.holds_back = True
+    bench.begin(1, range(1))
+    bench.make(5)
+    assert bench.ranks[0].page.replicated == 0
+    (on_end,) = bench.unstored
+    on_end()
+    assert bench.ranks[0].page.replicated == 5
+    bench.make(7)
+    bench.snapshots.end()
+    bench.unstored[-1]()  # too late: the group is over
 
 
 def test_a_part_that_was_overwritten_meanwhile_is_not_replicated(bench: Bench) -> None:
