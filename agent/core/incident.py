@@ -77,8 +77,8 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     replayed_steps: Count = 0
     """Steps that were committed before an incident and again after it."""
     is_at_least: bool = False
-    """Perhaps more was lost. After an incident no first step was reported of all ranks, or nobody was left who knew
-    how far the training had come."""
+    """Perhaps more was lost. After an incident no first step was reported of all ranks, nobody was left who knew how
+    far the training had come, or etcd has lost earlier incidents."""
 
 
 class IncidentMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,7 +125,7 @@ class Incident(Record, frozen=True, kw_only=True):
     """When the group was written: wall clock of the leader, seconds since 1970."""
     began_at: WallClock = 0.0
     """When the training of the run began, likewise. In the first incident of a run: when its group was written. In
-    later incidents: when that first group had made its first step."""
+    later incidents: when that first group had made its first step. 0: etcd has lost the incidents before."""
     members: tuple[IncidentMember, ...]
     """In rank order. Empty: no node trains."""
     ended: tuple[WorkerEnd, ...] = ()

@@ -144,7 +144,7 @@ def run_statistics(incidents: Sequence[Incident], now: float, *, has_ended: bool
         downtime_s=totals.downtime_s,
         replayed_steps=totals.replayed_steps,
         is_at_least=is_at_least,
-        goodput=goodput(totals, training_since(newest), now),
+        goodput=goodput(totals, training_since(newest) or incidents[0].at, now),
         by_cause=_by_cause(counted),
         downtime_by_phase={name: sum(each.downtime_by_phase[name] for each in counted) for name in DOWNTIME_PHASES},
     )
@@ -192,7 +192,7 @@ def summary(
 
     Args:
         totals: totals of the run, including its last incident.
-        began_at: when its first step was made (`training_since`): wall clock, seconds since 1970.
+        began_at: when its first step was made (`training_since`): wall clock, seconds since 1970. 0: not known.
         now: when the job ended, on the same clock.
         has_failed: the job failed. The totals do not include what the last group lost, so goodput is not known.
         commits: the script commits steps. Otherwise the number of replayed steps is not known.
@@ -204,7 +204,7 @@ def summary(
         return "no incidents before that" if has_failed else "no incidents; goodput 100.0 %"
     parts = [f"{count(totals.incidents, 'incident')} {'before that ' if has_failed else ''}cost"]
     parts[0] += f"{' at least' if totals.is_at_least else ''} {duration(totals.downtime_s)}"
-    if not has_failed:
+    if began_at and not has_failed:
         share = percent(goodput(totals, began_at, now))
         parts.append(f"goodput {share} at most" if totals.is_at_least or not commits else f"goodput {share}")
     parts.append(_replayed_in_all(totals, commits=commits))

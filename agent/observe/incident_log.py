@@ -186,22 +186,26 @@ def _opened(
     """
     is_same_run = last is not None and last.run == change.run
     trained_before, reached = 0, None
+    began_at, before = change.at, Totals()
     if last is not None and is_same_run:
         trained_before, reached = _how_far(change, last, has_trained=has_trained)
+        began_at, before = training_since(last), _so_far(last, ran_s)
+    elif change.cause != "start":  # etcd has lost the incidents before
+        began_at, before = 0.0, Totals(is_at_least=True)
     return Incident(
         run=change.run,
         group=change.group,
         cause=change.cause,
         reason=change.reason,
         at=change.at,
-        began_at=training_since(last) if last is not None and is_same_run else change.at,
+        began_at=began_at,
         members=change.members,
         ended=ended,
         phases=Phases(),
         trained_before=trained_before,
         reached=reached,
         step_s=step_s if step_s is not None else last.step_s if last is not None else 0.0,
-        before=_so_far(last, ran_s) if last is not None and is_same_run else Totals(),
+        before=before,
     )
 
 

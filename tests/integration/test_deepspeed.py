@@ -97,6 +97,20 @@ def test_another_number_of_ranks_is_refused_in_one_line(job: Make) -> None:
     assert {line.world for line in read_trace(running.trace)} == {2}
 
 
+def test_a_job_that_was_refused_another_number_of_ranks_goes_on_with_the_right_one(job: Make) -> None:
+    running = with_frequent_snapshots(job)
+    begin(running, "0.15", "2")
+    group = running.wait_for_step(5, world=2)
+    running.scale("1")
+    assert all([node.wait(PATIENCE_S) for node in running.nodes.values()])
+    begin(running, "0.15", "2")
+    assert all([node.wait(PATIENCE_S) for node in running.nodes.values()])
+    assert "elastic-agent reset lets it continue" in running.log_text()
+    running.ask("reset", "--yes")
+    begin(running, "0.15", "2")
+    running.wait_for_step(6, after_group=group, world=2)
+
+
 WITHIN_ACCUMULATION = """
 import os, sys
 import torch

@@ -42,6 +42,7 @@ from agent.core.observations import Observations
 from agent.core.reasons import Hang, NodesThere, Requested
 from agent.core.state import AgentState, Leaving
 from agent.core.view import Backlog, ClusterView
+from agent.observe.goodput import run_statistics, summary
 from agent.observe.incident_log import open_from_records
 from agent.observe.incident_recorder import Recorder, note_answer, observe_turn, summarize
 
@@ -199,6 +200,13 @@ def test_a_hang_is_known_from_the_records() -> None:
     assert [each.failure.hang for each in incident.ended] == [Hang(doing="sleeps", step=7, for_s=60)]
     without_members = open_from_records(change(2), None, statuses(stall, exited(1)))
     assert [each.failure.exit_code for each in without_members.ended] == [1]
+
+
+def test_what_was_before_an_incident_may_be_lost() -> None:
+    incident = open_from_records(change(2), None, ())
+    assert (incident.is_first_start, incident.began_at, incident.totals.is_at_least) == (False, 0.0, True)
+    assert summary(incident.totals, incident.began_at, 1000.0).startswith("1 incident cost at least 0.00 s; replayed")
+    assert run_statistics([incident], 1000.0, has_ended=True).is_at_least
 
 
 def test_times_of_two_leaders_are_not_compared() -> None:
