@@ -29,7 +29,8 @@ from trainer_runtime.contract import CHECKPOINT_DIR
 _PARTS = 16
 _STEP_S = 0.3
 """What a step computes before the optimizer's."""
-_SAVE_EVERY = 8
+_SAVE_EVERY = 40
+"""Steps between saves. Few scripts save more often than every ten seconds."""
 _WRITTEN_WITHIN_S = 120.0
 
 
