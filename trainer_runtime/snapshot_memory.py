@@ -150,17 +150,16 @@ class SnapshotMemory:
             self._begin_piece((index, "part"), area, part, area.bytes[common_bytes:][: part.bytes]),
         )
 
-    def prepare(self, begun: Unfinished, slots: int) -> None:
+    def prepare(self, size: int, slots: int) -> None:
         """Let a thread allocate the memory of those of the first `slots` slots that have none yet. Returns at once.
 
         Otherwise the first copy into a slot waits while the system clears each page, which can take a second per
         gigabyte or more. Memory for a third slot is allocated ahead only if twice as much is free.
 
         Args:
-            begun: a copy, as large as those in the other slots will be.
+            size: bytes of each copy.
             slots: number of slots, from the first one.
         """
-        size = len(begun.common.where) + len(begun.part.where)
         if self._descriptor is None or size < _LEAST_PREPARED_BYTES:
             return
         missing = [index for index in range(slots) if self._areas[index] is None]

@@ -166,7 +166,7 @@ class SnapshotTaker:
         if step == self._next - 1:  # before a copy is made for a checkpoint: training does not wait for that one
             self.wait_until_sent()
         # None while the last checkpoint is still being written.
-        is_extra = is_saved and not is_due and self._next < NEVER and not self._capturer.is_leased
+        is_extra = is_saved and not is_due and not self._capturer.is_leased
         capture = self._take(step, is_snapshot=is_due) if is_due or is_extra else None
         self._set_due(step)
         return capture
@@ -179,7 +179,7 @@ class SnapshotTaker:
         began = time.monotonic()
         capture = self._copy_state(is_snapshot=is_snapshot)
         self._period.costs_s.append(time.monotonic() - began + beside_s)
-        if capture is None:
+        if is_snapshot and capture is None:
             self._stop()
         elif is_snapshot:
             if self._schedule is None or step >= self._schedule.until:
@@ -242,12 +242,15 @@ class SnapshotTaker:
     def _copy_state(self, *, is_snapshot: bool) -> Capture | None:
         """Copy the state, and report it to the agent if it is a snapshot; None if there is no room for it."""
         state = self._capturer.flatten()
-        if not self._fits(state):
+        if is_snapshot and not self._fits(state):
+            if self._capturer.expects_saves:
+                self._capturer.prepare(state)
             return None
         try:
             return self._capturer.copy(state, is_snapshot=is_snapshot, may_defer=True)
         except OSError as error:  # the memory cannot grow
-            warn(f"no snapshots in memory: {error}{limit_behind(error)}. {_COST}")
+            if is_snapshot:
+                warn(f"no snapshots in memory: {error}{limit_behind(error)}. {_COST}")
             return None
 
     def _fits(self, state: FlatState) -> bool:

@@ -456,20 +456,20 @@ def test_the_memory_of_later_copies_is_taken_ahead(monkeypatch: pytest.MonkeyPat
 
     first = copy_at(1)
     assert flat.bytes <= taken() < 2 * flat.bytes
-    memory.prepare(first, KEPT)
+    memory.prepare(flat.bytes, KEPT)
     wait_for(lambda: taken() >= 2 * flat.bytes, "the second slot's memory", BOUND_S)
-    memory.prepare(first, SLOTS)
+    memory.prepare(flat.bytes, SLOTS)
     wait_for(lambda: taken() >= SLOTS * flat.bytes, "all memory", BOUND_S)
     assert torch.equal(read_copy(first)[1]["values"], values)
     copy_at(2)
-    memory.prepare(copy_at(3), SLOTS)
+    copy_at(3)
+    memory.prepare(flat.bytes, SLOTS)
     assert taken() < (SLOTS + 1) * flat.bytes, "it is there already"
 
 
 def test_no_memory_is_taken_ahead_for_saves_if_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_memory, "_LEAST_PREPARED_BYTES", 1)
     memory = SnapshotMemory(create_memory("test"), 0)
-    begun = memory.begin(1, 1, None, Flattener().flatten({"values": torch.zeros(1 << 18)}))
     monkeypatch.setattr(snapshot_memory, "free_memory", lambda: 1 << 20)
-    memory.prepare(begun, SLOTS)
+    memory.prepare(1 << 20, SLOTS)
     assert memory._areas[KEPT:] == [None] * (SLOTS - KEPT)

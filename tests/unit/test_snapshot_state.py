@@ -20,7 +20,7 @@ from torch import nn
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import contract, snapshots
+from trainer_runtime import contract, snapshot_copy, snapshot_memory, snapshots
 from trainer_runtime import state as state_
 from trainer_runtime.agent_channel import boot_time
 from trainer_runtime.capture.capturing import Capturer
@@ -101,6 +101,13 @@ class Training:
             "history": self.state.history,
             "step": self.state.step,
         }
+
+
+def train_without_items(training: Training) -> None:
+    training.opt.zero_grad()
+    training.model(torch.randn(5, 3)).sum().backward()
+    training.opt.step()
+    training.state.commit()
 
 
 def slots(memory: int) -> dict[int, Slot]:
@@ -312,6 +319,26 @@ def test_snapshots_that_take_too_much_memory_are_left_out(
     training = Training().train(5)
     assert (read_slots(memory), agent.snapshots, training.state._pos.due) == ((), [], 100)
     assert capfd.readouterr().err.count("no snapshots in memory: they would take") == 1
+
+
+def test_a_save_without_snapshots_holds_up_the_training_no_longer(
+    start: Callable[..., FakeAgent], memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is taken ahead, and a thread copies the weights."""
+    monkeypatch.setattr(snapshot_memory, "_LEAST_PREPARED_BYTES", 1)
+    monkeypatch.setattr(snapshot_copy, "LEAST_BYTES", 1)
+    agent = start(1, **{contract.SNAPSHOT_MEMORY: str(10 << 10)})
+    training = Training()
+    training.state._save_every = 3
+    training.state.restore()
+    train_without_items(training)
+    wait_for(lambda: os.fstat(memory).st_blocks > 8, "memory beyond the header", BOUND_S)
+    train_without_items(training)
+    train_without_items(training)
+    assert training.state._saver
+    assert training.state._saver.capturer.is_copying
+    wait_for(lambda: agent.committed is not None, "the checkpoint", BOUND_S)
+    assert read_slots(memory) == ()
 
 
 def test_where_the_memory_cannot_grow_training_goes_on_without_snapshots(

@@ -86,8 +86,8 @@ class Capturer:
         self._memory = SnapshotMemory(descriptor, rank())
         self._copier = SnapshotCopier(contents, self._memory, report)
         self._common, self._part = Flattener(), Flattener()
-        self._copies = 0
-        """Number of copies that were begun."""
+        self._snapshots = 0
+        """Number of snapshots that were begun."""
         self.expects_saves = False
         """Checkpoints will be written from copies of this rank, which takes a slot more."""
         atexit.register(_settle_at_exit, weakref.ref(self))
@@ -131,15 +131,20 @@ class Capturer:
         self._copier.join()
         begun = self._memory.begin(self._pos.step, world_size(), *state, is_snapshot=is_snapshot)
         capture = self._copier.copy(begun, may_defer=may_defer)
-        self._copies += 1
-        if self._copies == 1:
-            self._memory.prepare(begun, KEPT)
-        elif self._copies == KEPT + 2 and self.expects_saves:  # by now the restored snapshot was released
-            self._memory.prepare(begun, SLOTS)
+        self._snapshots += is_snapshot
+        if is_snapshot and self._snapshots == 1:
+            self.prepare(state, KEPT)
+        elif is_snapshot and self._snapshots == KEPT + 2 and self.expects_saves:
+            self.prepare(state, SLOTS)  # by now the restored snapshot was released
         if not self._has_snapshots:  # until the next checkpoint the script may replace tensors, and need their memory
             self._common, self._part = Flattener(), Flattener()
             self._memory.forget()
         return capture
+
+    def prepare(self, state: FlatState, slots: int = 1) -> None:
+        """Let a thread allocate memory for the first `slots` copies of such a State, so that none waits for it."""
+        common, part = state
+        self._memory.prepare((common.bytes if common is not None else 0) + part.bytes, slots)
 
     def settle(self) -> None:
         """Wait until nothing is being copied. A child process that was forked has nothing to wait for."""
