@@ -10,6 +10,7 @@ freed. A slot that is leased is not filled again: a checkpoint is being written 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
 
 _LEAST_PREPARED_BYTES = 32 << 20
 """Smaller areas are not allocated ahead: the copy needs only some hundredths of a second for that."""
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
+"""Of memory that is taken ahead. Meanwhile no other thread of the process can map memory."""
+_MADV_POPULATE_WRITE = 23
+"""As in <linux/mman.h>; `mmap` of Python does not have it."""
 _NICE = 10
 _OWN_SLACK_BYTES = 1 << 20
 """What a copy may grow by before it gets another memory of this process."""
@@ -160,15 +164,14 @@ class SnapshotMemory:
             size: bytes of each copy.
             slots: number of slots, from the first one.
         """
-        if self._descriptor is None or size < _LEAST_PREPARED_BYTES:
+        if size < _LEAST_PREPARED_BYTES:
             return
         missing = [index for index in range(slots) if self._areas[index] is None]
         if slots > KEPT and free_memory() < 2 * size * len(missing):
             return
-        places = [self._make_room(index, size).at for index in missing]
-        if places:  # with a descriptor of its own, since another memory may get this number
-            arguments = os.dup(self._descriptor), places, size
-            threading.Thread(target=_take_memory, args=arguments, name="snapshot-memory", daemon=True).start()
+        areas = [self._make_room(index, size) for index in missing]
+        if areas:
+            threading.Thread(target=_take_memory, args=(areas, size), name="snapshot-memory", daemon=True).start()
 
     def pin(self, begun: Unfinished, device: torch.device) -> None:
         """Pin the memory of a snapshot, so that this GPU can copy into it by itself. May be called on any thread.
@@ -253,17 +256,16 @@ class SnapshotMemory:
         return area
 
 
-def _take_memory(descriptor: int, places: Sequence[int], size: int) -> None:
-    """Allocate the memory at these offsets of a file in memory, then close the descriptor. Existing data stays."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        for place in places:
-            for at in range(place, place + size, _CHUNK_BYTES):
-                os.posix_fallocate(descriptor, at, min(_CHUNK_BYTES, place + size - at))
-    except OSError:
-        pass  # the copy that needs it says what is wrong
-    finally:
-        os.close(descriptor)
+def _take_memory(areas: Sequence[_Area], size: int) -> None:
+    """Allocate and map the first bytes of these areas. What is there stays. Before Linux 5.14 it does nothing."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for area in areas:
+        begin = area.bytes.data_ptr()
+        for at in range(0, size, _CHUNK_BYTES):
+            if advise(begin + at, min(_CHUNK_BYTES, size - at), _MADV_POPULATE_WRITE) != 0:
+                return  # the copy that needs it says what is wrong
 
 
 def _whole_pages(size: int) -> int:
