@@ -79,6 +79,17 @@ class Network:
         self._started.append(process)
         return process
 
+    def open_only(self, *ports: int, local: range) -> None:
+        """Refuse connections from outside to other ports than these and the range that the kernel chooses from."""
+        first, last = local[0], local[-1]
+        dports = ",".join([*map(str, ports), f"{first}:{last}"])
+        for keeper in self._keepers:
+            self._run(
+                keeper,
+                f"echo {first} {last} >/proc/sys/net/ipv4/ip_local_port_range;"
+                f"iptables -A INPUT -i eth0 -p tcp --syn -m multiport ! --dports {dports} -j DROP",
+            )
+
     def lose(self, machine: int) -> None:
         """Take a machine away: it cannot be reached any more, and all that runs there is killed."""
         self._run(self._keepers[machine], "ip link set eth0 down")

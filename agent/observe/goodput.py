@@ -181,7 +181,7 @@ def goodput(totals: Totals, began_at: float, now: float) -> float:
 
 def summary(
     totals: Totals,
-    began_at: float,
+    began_at: float | None,
     now: float,
     *,
     has_failed: bool = False,
@@ -192,7 +192,8 @@ def summary(
 
     Args:
         totals: totals of the run, including its last incident.
-        began_at: when its first step was made (`training_since`): wall clock, seconds since 1970. 0: not known.
+        began_at: when its first step was made (`training_since`): wall clock, seconds since 1970. None: not
+            known.
         now: when the job ended, on the same clock.
         has_failed: the job failed. The totals do not include what the last group lost, so goodput is not known.
         commits: the script commits steps. Otherwise the number of replayed steps is not known.
@@ -204,7 +205,7 @@ def summary(
         return "no incidents before that" if has_failed else "no incidents; goodput 100.0 %"
     parts = [f"{count(totals.incidents, 'incident')} {'before that ' if has_failed else ''}cost"]
     parts[0] += f"{' at least' if totals.is_at_least else ''} {duration(totals.downtime_s)}"
-    if began_at and not has_failed:
+    if began_at is not None and not has_failed:
         share = percent(goodput(totals, began_at, now))
         parts.append(f"goodput {share} at most" if totals.is_at_least or not commits else f"goodput {share}")
     parts.append(_replayed_in_all(totals, commits=commits))

@@ -190,7 +190,7 @@ def _opened(
     if last is not None and is_same_run:
         trained_before, reached = _how_far(change, last, has_trained=has_trained)
         began_at, before = training_since(last), _so_far(last, ran_s)
-    elif change.cause != "start":  # etcd has lost the incidents before
+    elif last is None and change.cause != "start":  # etcd has lost the incidents before
         began_at, before = 0.0, Totals(is_at_least=True)
     return Incident(
         run=change.run,
@@ -287,7 +287,7 @@ def sum_up(result: Result, last: Incident | None, view: ClusterView) -> Result:
         totals = msgspec.structs.replace(totals, is_at_least=True)
     text = summary(
         totals,
-        training_since(last),
+        training_since(last) or None,
         result.at,
         has_failed=result.state == "failed",
         commits=_has_committed(view),

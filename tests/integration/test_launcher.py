@@ -281,8 +281,12 @@ def lose_one_and_get_it_back(job: Job, lost: int, **environ: str) -> None:
 def test_of_three_machines_any_may_be_lost_and_comes_back(
     tmp_path: Path, network: Callable[..., Network], lost: int
 ) -> None:
-    """Also the first. Each runs a member of the job's etcd, and goes with it."""
+    """Also the first. Each runs a member of the job's etcd, and goes with it.
+
+    A firewall lets in no connection but to etcd and to the range of ports that the kernel chooses from.
+    """
     machines = network(1, 2, 3)
+    machines.open_only(9988, 9989, local=range(50000, 50200))
     ips = ",".join(machines.addresses)
     job = Job(tmp_path, machines, f"elastic-agent --ips={ips} --np=2:3 --settle=3 {TRAINING}")
     lose_one_and_get_it_back(job, lost)

@@ -196,7 +196,10 @@ SENTENCES: list[tuple[Reason, str]] = [
     ),
     (
         JobOver(job_id="j", state="stopped", result=Requested(what="stop", by="me"), summary="", was_over=True),
-        "job j is finished (stopped: stopped by me); elastic-agent reset lets it continue, --fresh starts it over",
+        (
+            "job j is finished (stopped: stopped by me); elastic-agent reset lets it continue from its newest "
+            "checkpoint, --fresh starts it over"
+        ),
     ),
     (
         NodeIdTaken(node_id="a", pid=7, address="10.0.0.2"),
