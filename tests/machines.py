@@ -69,7 +69,7 @@ class Network:
     def start(self, machine: int, argv: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> subprocess.Popen[str]:
         """Start a program on a machine."""
         process = subprocess.Popen(
-            [*self._inside(self._keepers[machine]), *argv],
+            self.on(machine, argv),
             cwd=cwd,
             env=environ,
             stdout=subprocess.PIPE,
@@ -78,6 +78,10 @@ class Network:
         )
         self._started.append(process)
         return process
+
+    def on(self, machine: int, argv: Sequence[str]) -> list[str]:
+        """Return the command line that runs this one on a machine."""
+        return [*self._inside(self._keepers[machine]), *argv]
 
     def open_only(self, *ports: int, local: range) -> None:
         """Refuse connections from outside to other ports than these and the range that the kernel chooses from."""
@@ -93,12 +97,16 @@ class Network:
     def lose(self, machine: int) -> None:
         """Take a machine away: it cannot be reached any more, and all that runs there is killed."""
         self._run(self._keepers[machine], "ip link set eth0 down")
+        self.kill_all(machine)
+        self._run(self._keepers[machine], "ip link set eth0 up")
+
+    def kill_all(self, machine: int) -> None:
+        """Kill all that runs on a machine."""
         inode = os.stat(f"/proc/{self._keepers[machine].pid}/ns/net").st_ino  # noqa: PTH116 - of the link's target
         for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:  # noqa: PTH208
             if pid != self._keepers[machine].pid and _network_of(pid) == inode:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self._run(self._keepers[machine], "ip link set eth0 up")
 
     def _inside(self, keeper: subprocess.Popen[str]) -> list[str]:
         return ["nsenter", f"--target={keeper.pid}", *_ENTER_USER, "--net", "--"]

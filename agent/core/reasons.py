@@ -228,6 +228,7 @@ class Waiting(_Reason, frozen=True, kw_only=True, tag="waiting"):
         "same error",
         "retry",
         "warm",
+        "set up",
         "inventory",
         "checkpoint",
         "handoff",
@@ -237,9 +238,9 @@ class Waiting(_Reason, frozen=True, kw_only=True, tag="waiting"):
     records`: these nodes, which were there before the leader started, may have cached more than etcd shows. `leave`:
     these nodes were asked to leave, and may be saving what their memory holds. `lease`: a lease may end and show the
     cause. `same error`: ranks of these nodes may fail by the same error. `retry`: the time between two tries has not
-    passed. `warm`: these nodes prepare standby processes. `inventory`: these nodes have not reported their snapshots.
-    `checkpoint`: only this node has the checkpoint. `handoff`: the ranks are to stop. `save`: this node saves what its
-    memory holds, before the job ends."""
+    passed. `warm`: these nodes prepare standby processes. `set up`: processes of these nodes run the script as far as
+    `State.run`. `inventory`: these nodes have not reported their snapshots. `checkpoint`: only this node has the
+    checkpoint. `handoff`: the ranks are to stop. `save`: this node saves what its memory holds, before the job ends."""
     node_ids: NodeIds = ()
     because: GroupReason | Training | None = None
     """What was decided, or is the case."""

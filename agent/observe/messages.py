@@ -82,6 +82,7 @@ _WAITING = {
     "leave": "waiting for {names} to leave, and to save what nobody else holds in memory",
     "retry": "{because}{failures}; trying again in a moment",
     "warm": "{because}; waiting for {names} to be warm",
+    "set up": "{because}; waiting for {names} to set up the script",
     "inventory": "waiting for {names} to say what can be resumed from",
     "save": "waiting for {names} to save what its memory holds",
     "handoff": "{because}; the ranks are to stop after a common step and save it",

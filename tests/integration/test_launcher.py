@@ -322,56 +322,6 @@ def test_a_job_that_is_described_in_its_script(tmp_path: Path, network: Callable
     lose_one_and_get_it_back(job, lost, ELASTIC_AGENT_SETTLE="3")
 
 
-def in_slurm(machine: int) -> dict[str, str]:
-    """What a task of srun finds, on one of two nodes that are named by their addresses."""
-    return {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "10.0.0.[1-2]",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_NODEID": str(machine),
-        "SLURMD_NODENAME": f"10.0.0.{machine + 1}",
-    }
-
-
-def test_a_task_of_slurms_needs_no_option(tmp_path: Path, network: Callable[..., Network]) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    machines = network(1, 2)
-    agents = [
-        machines.start(
-            n, ["elastic-agent", "train.py"], tmp_path, environment(tmp_path, **in_slurm(n), CUDA_VISIBLE_DEVICES="2,3")
-        )
-        for n in range(2)
-    ]
-    outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    ranks = seen(tmp_path)
-    assert [(told["CUDA_VISIBLE_DEVICES"], told["FLAGS_selected_gpus"]) for told in ranks] == [
-        ("2,3", "0"),
-        ("2,3", "1"),
-    ] * 2
-    assert {told["ELASTIC_AGENT_JOB_ID"] for told in ranks} == {"slurm-4711"}
-
-
-@pytest.mark.long("integration/test_handoffs.py; unit/test_slurm.py")
-def test_a_preempted_job_of_slurms_goes_on_when_it_is_requeued(tmp_path: Path, network: Callable[..., Network]) -> None:
-    """All tasks get SIGTERM: code 75. The same job, started later, does no step again."""
-    machines = network(1, 2)
-    first, second = (Job(tmp_path, machines, f"elastic-agent {TRAINING}") for _ in range(2))
-    for machine in range(2):
-        first.start(machine, **in_slurm(machine))
-    first.wait_for_world(2, 30)
-    for agent in first.agents.values():
-        agent.terminate()
-    assert first.wait() == {0: 75, 1: 75}
-    for machine in range(2):
-        second.start(machine, **in_slurm(machine))
-    second.wait_for_world(2, 10)
-    assert second.stop() == {0: 0, 1: 0}
-    second.assert_right()
-    assert second.steps[0] == first.steps[-1] + 1
-
-
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 EXAMPLES = re.findall(r"^\$ (elastic-agent .*)$", DOCS.read_text(), re.MULTILINE)
 

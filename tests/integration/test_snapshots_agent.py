@@ -81,7 +81,11 @@ class Bench:
         self.quiesced: queue.Queue[RanksQuiesced] = queue.Queue()
         self.arrivals: list[Callable[[], None]] = []
         """Functions to call once the neighbours have stored the parts."""
-        self.workers = WorkerGroup(self._post, replicate=self.handed.append, after_replication=self.arrivals.append)
+        self.workers = WorkerGroup(self._post, replicate=self._replicate, after_replication=self.arrivals.append)
+
+    def _replicate(self, part: SnapshotPart, on_end: Callable[[], None]) -> None:
+        self.handed.append(part)
+        on_end()
 
     def _post(self, event: Event) -> None:
         if not isinstance(event, RestorePointAsked | RanksQuiesced):

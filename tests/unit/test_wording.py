@@ -190,6 +190,7 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("c joined (np 1:3)", view(ELASTIC, A, B, C)),
         case("3 nodes there (np 1:4); waiting a moment for more", view(but(ELASTIC, np_max=4), A, B, C)),
         case("running on 2 nodes; waiting for c to be warm", view(ELASTIC, A, B, but(C, is_warming=True))),
+        case("running on 2 nodes; waiting for c to set up the script", view(but(ELASTIC, in_place=True), A, B, C)),
         case(
             "c joined (np 1:3); the ranks are to stop after a common step and save it",
             view(
