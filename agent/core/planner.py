@@ -333,10 +333,11 @@ class _Planner(Stopping):
                 spent = NotRetried(first=first, why="budget", restarts=restarts)
                 return self.finish(EXIT_BUDGET if restarts else code, spent)
         has_new_steps = highest_step(group, self.view.exits) > group.step
-        until = self.seen.group_since + back_off_s(failures.failed_reads or (0 if has_new_steps else failures.restarts))
+        wait_s = back_off_s(failures.failed_reads or (0 if has_new_steps else failures.restarts))
+        until = self.seen.group_since + wait_s
         if cause == "failed" and self.now < until:
             counted = 0 if failures.failed_reads else failures.restarts
-            return Plan(None, Waiting(what="retry", because=reason, failures=counted), until)
+            return Plan(None, Waiting(what="retry", because=reason, failures=counted, within_s=wait_s), until)
         members = self._without(group, failed, failures) or self._remaining(group)
         if len(members) < required(self.spec, group):
             return self.form((), "wait", reason, is_failure=is_failure)

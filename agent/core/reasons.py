@@ -246,6 +246,8 @@ class Waiting(_Reason, frozen=True, kw_only=True, tag="waiting"):
     """What was decided, or is the case."""
     failures: Count = 0
     """Failures without progress. 0: they are not counted."""
+    within_s: Seconds = 0.0
+    """The longest that a retry may take to come."""
 
 
 # How a job ends

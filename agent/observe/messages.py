@@ -80,7 +80,7 @@ _WAITING = {
     "return": "etcd was away; waiting for {names} to return",
     "newer records": "waiting for {names} to publish newer records, if etcd has lost any",
     "leave": "waiting for {names} to leave, and to save what nobody else holds in memory",
-    "retry": "{because}{failures}; trying again in a moment",
+    "retry": "{because}{failures}; trying again within {within_s} s",
     "warm": "{because}; waiting for {names} to be warm",
     "set up": "{because}; waiting for {names} to set up the script",
     "inventory": "waiting for {names} to say what can be resumed from",
@@ -209,7 +209,8 @@ def _waiting(reason: Waiting) -> str:
             return f"{first.script_error}; waiting for the same error on {names}"
         case what, _:
             failures = f": {count(reason.failures, 'failure')} without progress" if reason.failures else ""
-            return _WAITING[what].format(because=because, names=names, failures=failures)
+            within_s = max(1, math.ceil(reason.within_s))
+            return _WAITING[what].format(because=because, names=names, failures=failures, within_s=within_s)
 
 
 def _not_retried(reason: NotRetried) -> str:

@@ -150,12 +150,12 @@ SENTENCES: list[tuple[Reason, str]] = [
         "KeyError: {x}; waiting for the same error on b",
     ),
     (
-        Waiting(what="retry", because=WorkersFailed(first=EXITED), failures=2),
-        "rank 0 on a exited with code 1: 2 failures without progress; trying again in a moment",
+        Waiting(what="retry", because=WorkersFailed(first=EXITED), failures=2, within_s=7.5),
+        "rank 0 on a exited with code 1: 2 failures without progress; trying again within 8 s",
     ),
     (
         Waiting(what="retry", because=WorkersFailed(first=EXITED)),
-        "rank 0 on a exited with code 1; trying again in a moment",
+        "rank 0 on a exited with code 1; trying again within 1 s",
     ),
     (
         Waiting(what="warm", node_ids=("c",), because=Training(nodes=2)),

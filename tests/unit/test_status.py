@@ -183,7 +183,7 @@ def test_while_a_retry_backs_off_the_job_has_not_given_up() -> None:
     group, here = msgspec.structs.replace(GROUP, restarts=3), msgspec.structs.replace(NODE, incarnation="i1")
     view = replace(TRAINING, handoff=None, nodes=(Stored(here, 1, 1),))
     reason = job_status("job", replace(view, group=Stored(group, 10, 10), statuses=statuses(failed))).reason
-    assert reason.endswith("trying again in a moment"), reason
+    assert reason.endswith("trying again within 2 s"), reason
 
 
 def test_a_job_with_fewer_nodes_than_it_may_have_waits_a_moment_for_more() -> None:

@@ -227,7 +227,7 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
             view(SPEC, A, B, parts=(report(),), suspects=(suspect(B, A),)),
         ),
         case(
-            "rank 0 on a exited with code 1: 2 failures without progress; trying again in a moment",
+            "rank 0 on a exited with code 1: 2 failures without progress; trying again within 1 s",
             view(SPEC, A, B, group=but(PAIR, restarts=1), parts=(report(),)),
         ),
         case(
@@ -240,7 +240,7 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         ),
         case("the master's port on a was taken", view(SPEC, A, B, parts=(report(is_port_taken=True),))),
         case(
-            "waiting for the checkpoint: a cannot read /x; trying again in a moment",
+            "waiting for the checkpoint: a cannot read /x; trying again within 4 s",
             view(SPEC, A, B, group=but(PAIR, failed_reads=4), parts=(report(unreadable="/x"),)),
         ),
         case(
