@@ -245,6 +245,7 @@ class SnapshotTaker:
         if is_snapshot and not self._fits(state):
             if self._capturer.expects_saves:
                 self._capturer.prepare(state)
+            self._capturer.forget()
             return None
         try:
             return self._capturer.copy(state, is_snapshot=is_snapshot, may_defer=True)

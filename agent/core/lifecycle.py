@@ -417,12 +417,15 @@ def _decide_exit(state: AgentState) -> Effects:
 
 
 def _unsaved_steps(state: AgentState) -> UnsavedSteps | None:
-    """The steps that no checkpoint has, if this node is the last one that could save them in a job that goes on."""
+    """The steps that no checkpoint has, if the job has failed, or goes on and this node is the last that could save."""
     view, cached = state.view, state.cached
-    if view is None or cached is None or view.result is not None:
+    if view is None or cached is None:
         return None
-    is_alone = view.is_whole and not any(node.value.identity != state.identity for node in view.nodes)
-    if not is_alone and state.saving is None:
+    if view.result is None:
+        is_alone = view.is_whole and not any(node.value.identity != state.identity for node in view.nodes)
+        if not is_alone and state.saving is None:
+            return None
+    elif view.result.value.state != "failed" or view.result.value.run != cached.spec.run:
         return None
     saved = cached.checkpoint.copy.step if cached.checkpoint is not None else 0
     held = max((each.copy.step for each in state.copies if each.copy.run == cached.spec.run), default=0)

@@ -229,7 +229,7 @@ def _job_over(reason: JobOver) -> str:
     if reason.was_over:
         again = "start it over with --fresh"
         if reason.state != "succeeded":
-            again = "elastic-agent reset lets it continue from its newest checkpoint, --fresh starts it over"
+            again = "elastic-agent reset lets it continue from its newest checkpoint, if any; --fresh starts it over"
         return f"job {reason.job_id} is finished ({how}); {again}"
     return "; ".join(filter(None, (f"job {reason.job_id} {how}", reason.summary)))
 

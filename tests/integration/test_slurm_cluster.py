@@ -59,7 +59,11 @@ def test_a_preempted_job_and_one_out_of_time_are_requeued_and_right(tmp_path: Pa
             return ledger.lines != [] and ledger.lines[-1].step > step
 
         wait_for(lambda: slurm.shown(job)["Restarts"] == str(restarts), f"start {restarts}", PATIENCE_S)
-        wait_for(has_trained, f"steps after {step}", PATIENCE_S)
+        try:
+            wait_for(has_trained, f"steps after {step}", PATIENCE_S)
+        except AssertionError:
+            print((tmp_path / f"slurm-{job}.out").read_text())
+            raise
         return ledger.lines[-1].step
 
     job = slurm.submit(f"--chdir={tmp_path}", "--partition=low", str(tmp_path / "train.sbatch"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
@@ -31,6 +31,7 @@ def blocks(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Place
     ]
 
 
+@settings(deadline=None)
 @given(SHAPES, MESHES, st.data())
 def test_the_blocks_of_a_mesh_have_each_element_as_often_as_there_are_replicas(
     shape: tuple[int, ...], mesh: tuple[int, ...], data: st.DataObject
@@ -46,6 +47,7 @@ def test_the_blocks_of_a_mesh_have_each_element_as_often_as_there_are_replicas(
     assert (count == replicas).all()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 9), st.integers(1, 5))
 def test_a_dimension_is_split_as_torch_does(rows: int, ranks: int) -> None:
     sizes = [len(part) for part in torch.arange(rows).chunk(ranks)] if rows else []
@@ -74,6 +76,7 @@ def test_what_is_not_one_block_is_refused(placements: list[Placement], why: str)
         block((8, 8), (2, 2), (0, 0), tuple(placements))
 
 
+@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_what_two_blocks_have_in_common_is_copied_and_nothing_else(shape: tuple[int, ...], data: st.DataObject) -> None:
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -91,6 +94,7 @@ def test_what_two_blocks_have_in_common_is_copied_and_nothing_else(shape: tuple[
     assert copied == (expected[to] >= 0).sum()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.tuples(*[st.integers(0, 4)] * 2), st.tuples(*[st.integers(0, 3)] * 2)), max_size=6))
 def test_blocks_that_overlap_are_found(given_blocks: Blocks) -> None:
     count = torch.zeros(8, 8, dtype=torch.int64)

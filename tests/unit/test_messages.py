@@ -198,7 +198,7 @@ SENTENCES: list[tuple[Reason, str]] = [
         JobOver(job_id="j", state="stopped", result=Requested(what="stop", by="me"), summary="", was_over=True),
         (
             "job j is finished (stopped: stopped by me); elastic-agent reset lets it continue from its newest "
-            "checkpoint, --fresh starts it over"
+            "checkpoint, if any; --fresh starts it over"
         ),
     ),
     (

@@ -81,7 +81,6 @@ class Capturer:
         self._seed = seed
         self._has_common = has_common
         self._place = place
-        self._has_snapshots = descriptor is not None
         self._process = os.getpid()
         self._memory = SnapshotMemory(descriptor, rank())
         self._copier = SnapshotCopier(contents, self._memory, report)
@@ -136,15 +135,19 @@ class Capturer:
             self.prepare(state, KEPT)
         elif is_snapshot and self._snapshots == KEPT + 2 and self.expects_saves:
             self.prepare(state, SLOTS)  # by now the restored snapshot was released
-        if not self._has_snapshots:  # until the next checkpoint the script may replace tensors, and need their memory
-            self._common, self._part = Flattener(), Flattener()
-            self._memory.forget()
+        if self._snapshots == 0:
+            self.forget()
         return capture
 
     def prepare(self, state: FlatState, slots: int = 1) -> None:
         """Let a thread allocate memory for the first `slots` copies of such a State, so that none waits for it."""
         common, part = state
         self._memory.prepare((common.bytes if common is not None else 0) + part.bytes, slots)
+
+    def forget(self) -> None:
+        """Refer to no tensor: until the next checkpoint the script may replace some, and need their memory."""
+        self._common, self._part = Flattener(), Flattener()
+        self._memory.forget()
 
     def settle(self) -> None:
         """Wait until nothing is being copied. A child process that was forked has nothing to wait for."""
