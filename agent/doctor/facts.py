@@ -48,6 +48,8 @@ class Facts:
     """Version by package name."""
     files: Mapping[str, str]
     """Digest of the script and of the modules beside it, by file name."""
+    script: str = ""
+    """File name of the script. Empty: none, or not known."""
 
     @classmethod
     def here(cls, script: Path | None) -> Facts:
@@ -60,18 +62,22 @@ class Facts:
         for path in [] if script is None else [script, *sorted(script.parent.glob("*.py"))][:_MODULES]:
             with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:  # it may belong to another user
                 files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(packages, files)
+        return cls(packages, files, script.name if script is not None else "")
 
     @classmethod
     def from_json(cls, data: Any) -> Facts:  # noqa: ANN401 - received over the network
         """Parse the facts of another machine. Raises `ValueError`, `TypeError` or `KeyError` if they are invalid."""
-        return cls(*({str(name): str(value) for name, value in data[kind].items()} for kind in ("packages", "files")))
+        packages, files = (
+            {str(name): str(value) for name, value in data[kind].items()} for kind in ("packages", "files")
+        )
+        return cls(packages, files, str(data["script"]))
 
     @property
     def brief(self) -> tuple[tuple[str, str], ...]:
-        """The versions, and one digest of all files."""
+        """The versions, the script's name, and one digest of all files."""
         digest = hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:12] if self.files else ""
-        return (*sorted(self.packages.items()), *((("script", digest),) if digest else ()))
+        scripts = (("script name", self.script), ("script", digest)) if digest else ()
+        return (*sorted(self.packages.items()), *scripts)
 
     def differences(self, other: Facts) -> list[str]:
         """Describe what differs on the other machine."""
@@ -82,4 +88,6 @@ class Facts:
             if self.packages.get(name) != other.packages.get(name)
         ]
         changed = sorted(name for name in {*self.files, *other.files} if self.files.get(name) != other.files.get(name))
+        if self.script and other.script and self.script != other.script:
+            versions.append(f"script {self.script} here, {other.script} there")
         return versions + ([f"different contents of {', '.join(changed[:5])}"] if changed else [])

@@ -202,7 +202,7 @@ class MachineChecks:
 
     def _own_message(self) -> bytes:
         facts = {"packages": dict(self._facts.packages), "files": dict(self._facts.files)}
-        message = {"machine": self._own, **facts, "time": time.time()}
+        message = {"machine": self._own, **facts, "script": self._facts.script, "time": time.time()}
         return json.dumps(message).encode() + b"\n"
 
 

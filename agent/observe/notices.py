@@ -160,7 +160,7 @@ class NodeDifferences:
         if differ:
             self._warn(
                 f"{other.node_id} runs other software: {'; '.join(differ[:_MAX_DIFFERENCES])}; "
-                "install the same versions and the same script on all nodes"
+                "install the same versions and the same script on all nodes; another training needs another --job_id"
             )
 
 

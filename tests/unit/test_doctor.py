@@ -268,3 +268,5 @@ def test_the_script_and_the_modules_beside_it_are_compared(tmp_path: Path) -> No
     (tmp_path / "model.py").write_text("c")
     assert before.differences(Facts.here(tmp_path / "train.py")) == ["different contents of model.py"]
     assert replace(before, files={}).differences(Facts.here(None)) == []
+    other = replace(before, files={}).differences(Facts({**before.packages}, {}, "other.py"))
+    assert other == ["script train.py here, other.py there"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from agent.core.proposals import Plan
 from agent.core.reasons import AskedToEnd, NodesMissing, SetUpFailed
 from agent.core.state import AgentState, Leaving
 from agent.core.view import ClusterView
+from agent.doctor.facts import Facts
 from agent.observe.notices import EtcdOutageNotice, NodeDifferences, SetUpNotice, WaitNotices
 
 REASON = "waiting for 1 of 3 nodes; here: a and b"
@@ -140,8 +142,16 @@ def test_another_version_and_another_script_are_named_once() -> None:
     (warning,) = difference_warnings(node_with("a", *FACTS), node_with("b", *other))
     assert warning.startswith("b runs other software: its script, or a module beside it, is not the same as on a; ")
     assert warning.endswith(
-        "; torch 2.12.0 there, 2.13.0 on a; install the same versions and the same script on all nodes"
+        "; torch 2.12.0 there, 2.13.0 on a; install the same versions and the same script on all nodes; another "
+        "training needs another --job_id"
     )
+
+
+def test_another_script_in_the_same_directory_is_named(tmp_path: Path) -> None:
+    for name in ("train.py", "other.py"):
+        (tmp_path / name).write_text("")
+    here, there = (Facts.here(tmp_path / name).brief for name in ("train.py", "other.py"))
+    assert set(there) - set(here) == {("script name", "other.py")}
 
 
 def test_a_missing_package_is_named_and_an_incomplete_view_causes_no_warning() -> None:
