@@ -18,7 +18,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}({first})
-AuthInfo=socket={directory}/munge.socket,cred_expire=5
+AuthInfo=socket={directory}/munge.socket,cred_expire=20
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={directory}/state

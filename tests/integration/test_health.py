@@ -292,8 +292,8 @@ def test_an_unfit_node_joins_as_such_and_the_others_train(job: Callable[..., Job
     """It reports itself as unfit, and leaves when it is asked to."""
     cluster = job()
     bad = cluster.start("bad", "1:2", SLEEP, ["--health_check=sh -c 'echo too hot; exit 1'"])
-    wait_for(lambda: "joined job" in bad.text(), "it to be registered", PATIENCE_S)
-    assert "its health check failed: too hot" in note_on(cluster, "bad")
+    wait_for(lambda: "waiting for" in bad.text(), "it to be registered, and to lead", PATIENCE_S)
+    assert "its health check failed: too hot" in note_on(cluster, "bad"), bad.text()
     assert "this node is not fit to train" in bad.text()
     good = cluster.start("good", "1:2", SLEEP, ["--health_check=true"])
     wait_for(lambda: "1 rank on good" in good.text(), "the other to train alone", PATIENCE_S)

@@ -37,6 +37,7 @@ def test_a_task_of_srun_needs_no_option(tmp_path: Path, slurm: Slurm) -> None:
     assert {told["ELASTIC_AGENT_JOB_ID"] for told in ranks} == {"slurm-1"}
 
 
+@pytest.mark.long("integration/test_last_checkpoint.py; unit/test_slurm.py")
 def test_a_preempted_job_and_one_out_of_time_are_requeued_and_right(tmp_path: Path, slurm: Slurm) -> None:
     """The example's batch script, of which only the GPUs are taken out.
 
