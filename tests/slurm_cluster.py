@@ -71,15 +71,17 @@ class Slurm:
         )
         (here / "munge.key").write_bytes(os.urandom(64))
         (here / "munge.key").chmod(0o600)
-        places = ("socket", "key-file=munge.key", "log-file", "pid-file", "seed-file")
-        files = (each if "=" in each else f"{each}=munge.{each.partition('-')[0]}" for each in places)
-        options = [f"--{name}={here / file}" for name, _, file in (each.partition("=") for each in files)]
-        self._start(0, "munged", "--foreground", "--force", *options)
-        wait_for((here / "munge.socket").exists, "munged", PATIENCE_S)
-        self._start(0, "slurmctld", "-D", "-c")
-        for number, address in enumerate(addresses):
-            self._start(number, "slurmd", "-D", "-N", address)
-        wait_for(lambda: self._idle() == len(addresses), "idle nodes", PATIENCE_S)
+        files = [f"--{each}-file={here}/munge.{each}" for each in ("key", "log", "pid", "seed")]
+        try:
+            self._start(0, "munged", "--foreground", "--force", f"--socket={here}/munge.socket", *files)
+            wait_for((here / "munge.socket").exists, "munged", PATIENCE_S)
+            self._start(0, "slurmctld", "-D", "-c")
+            for number, address in enumerate(addresses):
+                self._start(number, "slurmd", "-D", "-N", address)
+            wait_for(lambda: self._idle() == len(addresses), "idle nodes", PATIENCE_S)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _LEAST_PREPARED_BYTES = 32 << 20
 """Smaller areas are not allocated ahead: the copy needs only some hundredths of a second for that."""
 _CHUNK_BYTES = 1 << 20
-"""Of memory that is taken ahead. Meanwhile no other thread of the process can map memory."""
+"""What is taken ahead in one call of the system, during which no other thread of the process can map memory."""
 _MADV_POPULATE_WRITE = 23
 """As in <linux/mman.h>; `mmap` of Python does not have it."""
 _NICE = 10

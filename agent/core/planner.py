@@ -399,9 +399,11 @@ class _Planner(Stopping):
         is_ready = not group.in_place or all(member.identity in self.view.started for member in group.members)
         if is_ready and self.view.order.can_grow:
             return self._grow(group, grown)
-        new = self.lineup(goal, needs_set_up=False) if size < goal else ()
-        if set_up := [member for member in new if member not in grown]:
-            return Plan(None, Waiting(what="set up", node_ids=node_ids(set_up), because=Training(nodes=size)))
+        if size < goal and self.view.order.new:
+            ready = {member.identity for member in grown}
+            later = [each for each in self.lineup(goal, needs_set_up=False) if each.identity not in ready]
+            if later:
+                return Plan(None, Waiting(what="set up", node_ids=node_ids(later), because=Training(nodes=size)))
         if size < self.spec.np_min:
             return Plan(None, Training(nodes=size, np=self.spec.np, missing=goal - len(grown)))
         return Plan(None, Training(nodes=size, np=self.spec.np, left_out=self.left_out()))

@@ -247,7 +247,7 @@ class Waiting(_Reason, frozen=True, kw_only=True, tag="waiting"):
     failures: Count = 0
     """Failures without progress. 0: they are not counted."""
     within_s: Seconds = 0.0
-    """The longest that a retry may take to come."""
+    """Seconds within which a retry comes."""
 
 
 # How a job ends

@@ -13,7 +13,7 @@ from chaos.ledger import Ledger
 from chaos.training import digest
 from integration.conftest import PATIENCE_S
 from integration.test_launcher import TRAIN, TRAINING, seen, undisturbed
-from machines import Network
+from machines import Network, environment
 from slurm_cluster import Slurm, missing
 from waiting import wait_for
 
@@ -31,8 +31,12 @@ def slurm(tmp_path: Path, network: Callable[..., Network]) -> Iterator[Slurm]:
 
 def test_a_task_of_srun_needs_no_option(tmp_path: Path, slurm: Slurm) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    slurm.ask("srun", "--nodes=2", f"--chdir={tmp_path}", "elastic-agent", "--nproc_per_node=2", "train.py")
+    slurm.environ = environment(tmp_path, **{**slurm.environ, "CUDA_VISIBLE_DEVICES": "2,3"})
+    slurm.environ["PATH"] = f"{tmp_path / 'bin'}:{slurm.environ['PATH']}"
+    slurm.ask("srun", "--nodes=2", f"--chdir={tmp_path}", "elastic-agent", "train.py")
     ranks = seen(tmp_path)
+    gpus = [(told["CUDA_VISIBLE_DEVICES"], told["FLAGS_selected_gpus"]) for told in ranks]
+    assert gpus == [("2,3", "0"), ("2,3", "1")] * 2
     assert [told["PADDLE_CURRENT_ENDPOINT"].rpartition(":")[0] for told in ranks] == ["10.0.0.1"] * 2 + ["10.0.0.2"] * 2
     assert {told["ELASTIC_AGENT_JOB_ID"] for told in ranks} == {"slurm-1"}
 
@@ -63,7 +67,7 @@ def test_a_preempted_job_and_one_out_of_time_are_requeued_and_right(tmp_path: Pa
         try:
             wait_for(has_trained, f"steps after {step}", PATIENCE_S)
         except AssertionError:
-            print((tmp_path / f"slurm-{job}.out").read_text())
+            print(slurm.shown(job), *(path.read_text() for path in tmp_path.glob("slurm-*.out")))
             raise
         return ledger.lines[-1].step
 
