@@ -25,6 +25,7 @@ from signal import SIGKILL
 from agent.core.backoff import doubled_s
 from agent.core.causes import first_failure
 from agent.core.model import ExitReport, Failure, Group, Identity
+from agent.core.reasons import EndingReason, FailedWorker, Finished, GaveUp, NotRetried, Requested
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_UNSAVED, EXIT_USAGE
 from trainer_runtime.contract import EXIT_NO_RESTART, EXIT_RESTART
 
@@ -162,7 +163,22 @@ def back_off_s(used: int) -> float:
     return 0.0 if used <= 1 else doubled_s(_BACK_OFF_S, used - 2, _BACK_OFF_MAX_S)
 
 
-def agent_exit_code(failure: Failure) -> int:
+def exit_code(reason: Finished | EndingReason) -> int:
+    """Return the agents' exit code when the job ends for this reason."""
+    match reason:
+        case Finished() | Requested(saved=None):
+            return 0
+        case Requested():
+            return EXIT_UNSAVED
+        case GaveUp():
+            return EXIT_TIMEOUT
+        case NotRetried(restarts=0):
+            return agent_exit_code(reason.first)
+        case NotRetried():
+            return EXIT_BUDGET
+
+
+def agent_exit_code(failure: FailedWorker) -> int:
     """The exit code of the worker, or 128 + signal. 1 if the code has another meaning as an exit code of an agent."""
     if failure.signal is not None:
         return 128 + failure.signal

@@ -6,7 +6,6 @@ from agent.core.model import Member
 from agent.core.partitions import PartitionView
 from agent.core.proposals import Plan, node_ids, required
 from agent.core.reasons import GaveUp, NodeIds, NodesMissing, NodesThere, Waiting
-from agent.errors import EXIT_TIMEOUT
 
 _SETTLE_WINDOWS = 5
 _LEAVE_WITHIN_S = 60.0
@@ -65,7 +64,7 @@ class Gathering(PartitionView):
         give_up_at = waits_since + self.policy.elastic_timeout_s
         if self.now < give_up_at:
             return Plan(None, reason, give_up_at)
-        return self.finish(EXIT_TIMEOUT, GaveUp(after_s=self.policy.elastic_timeout_s, waiting=reason))
+        return self.end(GaveUp(after_s=self.policy.elastic_timeout_s, waiting=reason))
 
     def left_out(self) -> NodeIds:
         """The nodes that are here, but left out because of failures."""

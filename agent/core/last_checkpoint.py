@@ -7,8 +7,8 @@ from its own copy, once its workers are gone, and leaves when that checkpoint is
 leading agent, which knows who stays; or else, after the group was replaced by one without members, the agent of rank 0.
 If they are two, the fence lets one of the checkpoints through.
 
-An agent also saves its own copy when the leader has named it in the restore point, before a job is stopped
-(`stopping.py`).
+An agent also saves its own copy when the leader has named it in the restore point, before a job ends
+(`ending.py`).
 
 It commits through the fence, like a rank. This is possible while the group that made the steps is current, and after it
 was replaced by a group without members, since then nobody has gone on from another state.
@@ -49,7 +49,7 @@ def decide(state: AgentState, now: float) -> fx.SaveSnapshot | None:
 
 
 def has_failed(state: AgentState, now: float) -> bool:
-    """Whether this agent was asked to save what its memory holds before the job is stopped, and could not."""
+    """Whether this agent was asked to save what its memory holds before the job ends, and could not."""
     if state.saving is None or not _is_named(state):
         return False
     until = give_up_at(state)
@@ -79,7 +79,7 @@ def give_up_at(state: AgentState) -> float | None:
 
 
 def _is_named(state: AgentState) -> bool:
-    """Whether the leader has asked this agent to save, before the job is stopped."""
+    """Whether the leader has asked this agent to save, before the job ends."""
     view = state.view
     if view is None or view.group is None or view.restore_point is None or view.result is not None:
         return False

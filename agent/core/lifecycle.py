@@ -35,7 +35,7 @@ from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
 from agent.core.reasons import UnsavedSteps
 from agent.core.state import AgentState
-from agent.core.transitions import due_before_stop, due_status
+from agent.core.transitions import due_before_end, due_status
 from agent.core.view import ClusterView
 
 _CAMPAIGN_STEP_S = 0.002
@@ -155,7 +155,7 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
 def _may_wait(state: AgentState, spec: Spec) -> bool:
     """Whether processes of this node, which is no member, may set up the script and wait until they are let in."""
     is_asked_to_leave = state.leaving is not None or state.drain_until is not None
-    is_wanted = not spec.stopped_by and not is_asked_to_leave and state.node_id not in spec.excluded
+    is_wanted = spec.ending is None and not is_asked_to_leave and state.node_id not in spec.excluded
     return spec.in_place and is_wanted and not state.health
 
 
@@ -190,7 +190,9 @@ def _grace_s(state: AgentState) -> float:
     if state.leaving is not None:
         return 0.0 if state.leaving.is_hurried else state.policy.stop_grace_s
     is_cut_off = state.is_store_lost
-    is_planned = state.group is not None and state.group.cause not in ("lost", "failed", "wait")
+    group, cached = state.group, state.cached
+    is_ending = cached is not None and cached.spec.ending is not None and group is not None and not group.members
+    is_planned = is_ending or (group is not None and group.cause not in ("lost", "failed", "wait"))
     return state.policy.stop_grace_s if is_planned and not is_cut_off else 0.0
 
 
@@ -280,12 +282,12 @@ def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
 
 def _status_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:
     group = view.group
-    if group is None or group.value.members or view.spec is None or not view.spec.value.stopped_by:
+    if group is None or group.value.members or view.spec is None or view.spec.value.ending is None:
         return due_status(state.status, state.workers, state.observed, state.copies, view, state.identity, now)
     if state.workers.is_alive or state.registered is None:  # until then another agent may hold its node id
         return None
     has_failed = last_checkpoint.has_failed(state, now)
-    return due_before_stop(state.status, group, state.copies, state.identity, has_failed_to_save=has_failed)
+    return due_before_end(state.status, group, state.copies, state.identity, has_failed_to_save=has_failed)
 
 
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:

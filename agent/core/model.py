@@ -27,7 +27,7 @@ from agent.core.bounds import (
     WallClock,
     WorldSize,
 )
-from agent.core.reasons import FailedWorker, GroupReason, Hang, ResultReason, UnfitReason
+from agent.core.reasons import EndingReason, FailedWorker, GroupReason, Hang, ResultReason, UnfitReason
 from agent.core.ring import ring
 from agent.errors import EXIT_UNSAVED
 
@@ -69,8 +69,8 @@ class Spec(Record, frozen=True, kw_only=True):
     """Do not resume from checkpoints of other runs."""
     paused_by: str = ""
     """Who paused the job, so that nothing changes by itself. Empty: it is not paused."""
-    stopped_by: str = ""
-    """Who asked for the job to end once its training is saved. Empty: nobody."""
+    ending: EndingReason | None = None
+    """Why the job is to end, once what its ranks or the agents' memory have is saved. None: it is not to end."""
     restart_after: Count = 0
     """Number of the group that an operator wants replaced by another one with the same members. 0: none."""
     excluded: tuple[str, ...] = ()

@@ -39,8 +39,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - Once a member has finished, no planned change disturbs the others. While the job is paused, no
   group is formed, unless etcd has lost its data.
 - Before a planned change (join, scale, drain) the ranks of the group stop after the same step (`handoff.py`).
-- After an operator has asked for the job to end, what its ranks or the agents' memory have is saved first
-  (`stopping.py`).
+- Before a job ends because an operator asked for it, because of failures, or because too few nodes were there for too
+  long, what its ranks or the agents' memory have is saved (`ending.py`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from dataclasses import replace
 
 import msgspec
 
-from agent.core.budget import EARLY_S, FailureCount, agent_exit_code, back_off_s, counts, highest_step, is_own
+from agent.core.budget import EARLY_S, FailureCount, back_off_s, counts, highest_step, is_own
 from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
+from agent.core.ending import Ending
 from agent.core.handoff import PlannedChange, are_ranks_quiesced, can_hand_off
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
 from agent.core.model import CachedRecords, Cause, Failure, Group, Identity, Member, Policy, Stored
@@ -76,9 +77,7 @@ from agent.core.reasons import (
     Waiting,
     WorkersFailed,
 )
-from agent.core.stopping import Stopping
 from agent.core.view import ClusterView
-from agent.errors import EXIT_BUDGET
 from trainer_runtime.contract import EXIT_NO_RESTART
 
 _NO_RESTART_WITHIN_S = 5.0
@@ -101,8 +100,8 @@ def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> P
 
 
 def _choose(planner: _Planner, view: ClusterView) -> Plan:
-    if planner.spec.stopped_by:
-        return planner.stop()
+    if planner.spec.ending is not None:
+        return planner.save_and_end(planner.spec.ending)
     if planner.group is None or not planner.group.members:
         return planner.gather()
     return _describe_hang(planner.follow(planner.group), planner.group, view, planner.seen)
@@ -171,7 +170,7 @@ def _members_in(group: Group, who: Iterable[Identity]) -> list[Member]:
     return [group.members[rank] for rank in ranks]
 
 
-class _Planner(Stopping):
+class _Planner(Ending):
     """Chooses among the proposals."""
 
     def wait_for_newer_records(self) -> Plan | None:
@@ -193,7 +192,7 @@ class _Planner(Stopping):
         reported = {report.identity: report for report in self.view.exits}
         done = {who for who, report in reported.items() if report.failure is None}
         if group.node_ranks.keys() <= done:
-            return self.finish(0, Finished(ranks=group.world_size, group=group.number))
+            return self.write_result(Finished(ranks=group.world_size, group=group.number))
         if self.spec.paused_by:
             return self.begin(group) if self.must_begin(group) else self.paused()
         lost = self._unfit_members(group, done)
@@ -248,9 +247,9 @@ class _Planner(Stopping):
         assert found is not None  # noqa: S101 - the caller saw a failure
         report, failure = found
         reason = WorkersFailed(first=failure.in_short(report.node_id))
-        ending = self._end_without_restart(group, reason, failure, silent)
-        if ending is not None:
-            return ending
+        planned = self._end_without_restart(group, reason, failure, silent)
+        if planned is not None:
+            return planned
         is_charged = counts(group, self.view.exits, failure)
         if lost:
             is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)
@@ -283,7 +282,7 @@ class _Planner(Stopping):
         if failure.exit_code != EXIT_NO_RESTART:
             return None
         if not self._can_do_without(group, reason.first.node_id):
-            return self.finish(agent_exit_code(failure), NotRetried(first=reason.first, why="asked"))
+            return self.end(NotRetried(first=reason.first, why="asked"))
         until = self._reported_since() + _NO_RESTART_WITHIN_S
         if not silent or self.now >= until:
             return None
@@ -325,13 +324,11 @@ class _Planner(Stopping):
         failures = self.tally(is_failure=is_failure)
         found = first_failure(self.view.exits)
         if is_failure and found is not None:
-            code, first = agent_exit_code(found[1]), found[1].in_short(found[0].node_id)
+            first = found[1].in_short(found[0].node_id)
             if failures.is_script_error_again and self.policy.ends_at_script_errors:
-                return self.finish(code, NotRetried(first=first, why="script error"))
+                return self.end(NotRetried(first=first, why="script error"))
             if failures.restarts > self.policy.max_restarts:
-                restarts = self.policy.max_restarts
-                spent = NotRetried(first=first, why="budget", restarts=restarts)
-                return self.finish(EXIT_BUDGET if restarts else code, spent)
+                return self.end(NotRetried(first=first, why="budget", restarts=self.policy.max_restarts))
         has_new_steps = highest_step(group, self.view.exits) > group.step
         wait_s = back_off_s(failures.failed_reads or (0 if has_new_steps else failures.restarts))
         until = self.seen.group_since + wait_s

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import msgspec
+
 from agent.core import lineage
 from agent.core.backoff import doubled_s
-from agent.core.budget import FailureCount, highest_step, tally
+from agent.core.budget import FailureCount, exit_code, highest_step, tally
 from agent.core.causes import first_failure
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.handoff import PlannedChange, prepare_change
@@ -21,11 +23,12 @@ from agent.core.observations import Observations
 from agent.core.reasons import (
     Beginning,
     CheckpointOnDisk,
+    EndingReason,
+    Finished,
     GroupReason,
     NodeIds,
     PlanReason,
     Requested,
-    ResultReason,
     Waiting,
 )
 from agent.core.view import ClusterView
@@ -232,11 +235,15 @@ class Proposals:
             return 0.0
         return (self.now if self.seen.fault_at is None else self.seen.fault_at) - self.seen.came_at
 
-    def finish(self, exit_code: int, reason: ResultReason, *, succeeded: bool | None = None) -> Plan:
-        """End the job. It is a success if the agents exit with 0, unless `succeeded` says otherwise."""
+    def end(self, reason: EndingReason) -> Plan:
+        """End the job, once what its ranks or the agents' memory have is saved (`ending.py`)."""
+        return Plan(msgspec.structs.replace(self.spec, ending=reason, revision=self.spec.revision + 1), reason)
+
+    def write_result(self, reason: Finished | EndingReason) -> Plan:
+        """End the job now."""
         number = self.group.number if self.group is not None else 0
-        is_success = exit_code == 0 if succeeded is None else succeeded
-        result = Result(run=self.spec.run, group=number, succeeded=is_success, exit_code=exit_code, reason=reason)
+        succeeded, code = isinstance(reason, Finished), exit_code(reason)
+        result = Result(run=self.spec.run, group=number, succeeded=succeeded, exit_code=code, reason=reason)
         return Plan(result, reason)
 
 

@@ -168,8 +168,27 @@ class DataLost(_Reason, frozen=True, kw_only=True, tag="data lost"):
     all members are back."""
 
 
+class NotRetried(_Reason, frozen=True, kw_only=True, tag="not retried"):
+    """A worker failed, and there is no further try."""
+
+    first: FailedWorker
+    why: Literal["asked", "script error", "budget"]
+    """`asked`: the worker asked for no restart. `script error`: every rank ended by the same error in the script,
+    twice in a row. `budget`: the restart budget is spent."""
+    restarts: Count = 0
+    """Restarts without progress, if the budget is spent."""
+
+
 GroupReason = (
-    NodesThere | NodesJoined | NodesLost | NodesUnreachable | WorkersFailed | Requested | CheckpointOnDisk | DataLost
+    NodesThere
+    | NodesJoined
+    | NodesLost
+    | NodesUnreachable
+    | WorkersFailed
+    | NotRetried
+    | Requested
+    | CheckpointOnDisk
+    | DataLost
 )
 """Why a group is formed, or a handoff requested."""
 
@@ -267,17 +286,6 @@ class GaveUp(_Reason, frozen=True, kw_only=True, tag="gave up"):
     waiting: NodesMissing
 
 
-class NotRetried(_Reason, frozen=True, kw_only=True, tag="not retried"):
-    """A worker failed, and there is no further try."""
-
-    first: FailedWorker
-    why: Literal["asked", "script error", "budget"]
-    """`asked`: the worker asked for no restart. `script error`: every rank ended by the same error in the script,
-    twice in a row. `budget`: the restart budget is spent."""
-    restarts: Count = 0
-    """Restarts without progress, if the budget is spent."""
-
-
 class AgentEnded(_Reason, frozen=True, kw_only=True, tag="agent ended"):
     """The only agent of the job ended, and the job's etcd with it, before the job had ended."""
 
@@ -287,7 +295,9 @@ class AgentEnded(_Reason, frozen=True, kw_only=True, tag="agent ended"):
     """How to continue the job."""
 
 
-ResultReason = Finished | GaveUp | NotRetried | Requested | AgentEnded
+EndingReason = GaveUp | NotRetried | Requested
+"""Why a job is to end before its ranks have finished."""
+ResultReason = Finished | AgentEnded | EndingReason
 """Why a job has ended."""
 
 

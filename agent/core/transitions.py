@@ -102,7 +102,7 @@ def due_status(
     return fx.WriteStatus(status, group.mod_revision, written.revision_of(number))
 
 
-def due_before_stop(
+def due_before_end(
     written: WrittenStatus,
     group: Stored[Group],
     copies: tuple[Replica, ...],
@@ -110,7 +110,7 @@ def due_before_stop(
     *,
     has_failed_to_save: bool,
 ) -> fx.WriteStatus | None:
-    """Return the write due in a group without members, before the job is stopped. To be called once no worker lives.
+    """Return the write due in a group without members, before the job ends. To be called once no worker lives.
 
     Args:
         written: the status record in etcd.

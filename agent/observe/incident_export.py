@@ -22,6 +22,7 @@ from agent.core.reasons import (
     NodesLost,
     NodesThere,
     NodesUnreachable,
+    NotRetried,
     Requested,
     WorkersFailed,
 )
@@ -165,6 +166,8 @@ def nodes_of(reason: GroupReason) -> frozenset[str]:
             return frozenset((*node_ids, *(node_id for node_id, _ in unfit)))
         case WorkersFailed(first=first, unreachable=unreachable, left_out=left_out):
             return frozenset((first.node_id, *unreachable, *left_out))
+        case NotRetried(first=first):
+            return frozenset((first.node_id,))
         case NodesJoined(node_ids=node_ids) | NodesUnreachable(node_ids=node_ids) | Requested(node_ids=node_ids):
             return frozenset(node_ids)
         case CheckpointOnDisk(node_id=node_id):

@@ -21,6 +21,7 @@ from agent.core.events import Outcome
 from agent.core.incident import GroupChange, Incident, IncidentWrite, TransitionReport, members_of
 from agent.core.model import Group, Result, Stored
 from agent.core.planner import accuse, as_cached
+from agent.core.reasons import NotRetried
 from agent.core.state import AgentState
 from agent.core.view import ClusterView
 from agent.observe.announcements import Announced, announce
@@ -99,12 +100,13 @@ def note_answer(recorder: Recorder, outcome: Outcome, revision: int, now: float)
 
 
 def summarize(recorder: Recorder, state: AgentState, result: Result) -> Result:
-    """Add to a result that is to be written what the run's incidents cost."""
+    """Add to a result that is to be written what the run's incidents cost, without the failure that ends the job."""
     view = state.view
     if view is None:
         return result
-    entries = [each.incident for each in _entries(recorder, state, view)]
-    return sum_up(result, max((*entries, *recorder.known), key=lambda each: each.group, default=None), view)
+    incidents = (*(each.incident for each in _entries(recorder, state, view)), *recorder.known)
+    before = (each for each in incidents if not isinstance(each.reason, NotRetried))
+    return sum_up(result, max(before, key=lambda each: each.group, default=None), view)
 
 
 # What is remembered

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.core.incident import Incident, IncidentMember, Phases, WorkerEnd
-from agent.core.reasons import Requested
+from agent.core.reasons import NotRetried, Requested
 from agent.observe.messages import (
     REPLAY_NOT_KNOWN,
     SHOWN_S,
@@ -200,8 +200,9 @@ def _membership(incident: Incident, before: Incident | None) -> list[str]:
     gone = [f"No longer in the group: {listed(left)}."] if left else []
     moved = [*gone, *([f"{listed(joined)} joined."] if joined else [])]
     if not now:
-        is_over = isinstance(incident.reason, Requested) and incident.reason.what == "stop"
-        why = "the job ends" if is_over else "the job waits for nodes"
+        is_stop = isinstance(incident.reason, Requested) and incident.reason.what == "stop"
+        is_ending = is_stop or isinstance(incident.reason, NotRetried)
+        why = "the job ends" if is_ending else "the job waits for nodes"
         return [*moved, f"The group has no members: {why}."]
     world = count(sum(member.nproc for member in incident.members), "rank")
     return [*moved, f"The group has {world} on {count(len(now), 'node')}: {listed(_with_ranks(incident.members))}."]

@@ -15,7 +15,7 @@ from agent.core.hangs import standing
 from agent.core.model import Identity, Node, Policy, Spec, Timing
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
-from agent.core.reasons import Doing
+from agent.core.reasons import Doing, Requested
 from agent.core.view import ClusterView
 from agent.observe.messages import describe, one_line
 from agent.observe.quantities import duration
@@ -142,7 +142,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         leader=view.leader.value.node_id if view.leader is not None else None,
         handoff=_handoff_reason(view) if state == "training" else "",
         paused_by=view.spec.value.paused_by,
-        stopped_by="" if is_reset else view.spec.value.stopped_by,
+        stopped_by="" if is_reset else _who_stopped(view.spec.value),
         excluded=list(view.spec.value.excluded),
         stalls=_stalls(view) if state == "training" else [],
         slow=[each.sentence for each in stragglers(view)] if state == "training" else [],
@@ -152,6 +152,10 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         exit_code=result.exit_code if result is not None else None,
         nodes=_node_statuses(view, view.spec.value),
     )
+
+
+def _who_stopped(spec: Spec) -> str:
+    return spec.ending.by if isinstance(spec.ending, Requested) else ""
 
 
 def _stalls(view: ClusterView) -> list[RankStatus]:

@@ -99,7 +99,8 @@ def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: 
             f"Stop job {keys.job_id} ({size}), once it has saved the steps that its script commits?",
             is_agreed=is_agreed,
         )
-        change_spec(store, keys, lambda seen: {"stopped_by": seen.spec.stopped_by or current_user()})
+        order = Requested(what="stop", by=current_user())
+        change_spec(store, keys, lambda seen: {"ending": seen.spec.ending or order})
         result = _wait_for_end(store, keys, wait_s) if wait_s is not None else None
     if result is None:
         message = "stopping: it saves the steps that its script commits, then its agents exit; `reset` allows a new run"

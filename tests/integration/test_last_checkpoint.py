@@ -123,6 +123,26 @@ def test_a_job_that_is_stopped_while_no_rank_can_save_saves_from_memory(job: Mak
         assert_identical(*(each.directory / f"weights-{rank}.pt" for each in (running, undisturbed)))
 
 
+def test_a_job_that_fails_for_good_saves_from_memory_and_continues_after_reset(
+    job: Make, reference: Callable[[int], Path]
+) -> None:
+    running = with_frequent_snapshots(job, "--max_restarts=0")
+    for name in ("a", "b"):
+        running.join(name, "2")
+    running.wait_for_step(40)
+    running.nodes["b"].kill_worker()
+    assert {name: node.wait(PATIENCE_S) for name, node in running.nodes.items()} == {"a": 137, "b": 137}
+    found, reached = committed(running), read_trace(running.trace)[-1].step
+    assert found is not None, running.log_text()
+    assert reached - MOST_LOST <= found.copy.step <= reached, running.log_text()
+    assert ask(running, "reset", "--yes").code == 0
+    for name in ("a", "b"):
+        running.join(name, "2")
+    running.finish()
+    assert f"resumed at step {found.copy.step} from" in "".join(node.text() for node in running.nodes.values())
+    assert_identical(running.weights, reference(running.epochs))
+
+
 def rank_0_of(job: Job) -> str:
     """The node of rank 0."""
     return str(next(node["node_id"] for node in job.status()["nodes"] if 0 in node["ranks"]))

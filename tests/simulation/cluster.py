@@ -26,7 +26,7 @@ from simulation.transcript import Transcript
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import Checkpoint, Group, Policy, RestorePoint, Result, Spec, Timing
-from agent.core.reasons import Doing
+from agent.core.reasons import Doing, Requested
 from agent.core.state import AgentFacts
 from agent.store.api import ChangeBatch, Compare, Put
 from agent.store.keys import encode
@@ -248,7 +248,7 @@ class Cluster:
     def stop_job(self) -> None:
         """The operator ends the job."""
         self.is_stopped = True
-        self._change_spec(stopped_by="the operator")
+        self._change_spec(ending=Requested(what="stop", by="the operator"))
 
     def _change_spec(self, **fields: object) -> None:
         item, spec = self.etcd.data.items.get(KEYS.spec), self.spec

@@ -254,11 +254,12 @@ class Invariants:
         assert group is not None
         assert status.group == group.number, f"{change.key} is written in group {group.number}"
         is_member = group.node_rank(status.identity) is not None
-        is_stopped = not group.members and self._cluster.is_stopped
-        assert is_member or is_stopped, f"{change.key} is of {status.identity}, no member"
+        spec = self._cluster.spec
+        is_ending = not group.members and spec is not None and spec.ending is not None
+        assert is_member or is_ending, f"{change.key} is of {status.identity}, no member"
         assert writer is not None
         assert status.incarnation.partition(".")[0] == writer.state.me.incarnation, f"{writer.name} writes {change.key}"
-        if last is None or (is_stopped and last.identity != status.identity):  # its agent was restarted meanwhile
+        if last is None or (is_ending and last.identity != status.identity):  # its agent was restarted meanwhile
             return
         assert last.identity == status.identity, f"{change.key} of {last.identity} is written by {status.identity}"
         for name in ("inventory", "exit"):
@@ -510,11 +511,13 @@ class Invariants:
         assert self.result is None or self.result == result, "a result was rewritten"
         self._check_leads()
         self.result, self.ended_at = result, self._cluster.now
-        if isinstance(result.reason, Requested) and result.reason.what == "stop" and not result.reason.node_ids:
+        is_reset = isinstance(result.reason, Requested) and result.reason.what == "reset"
+        has_failed_to_save = any(each.has_failed_to_save for each in self._statuses.values())
+        if not result.succeeded and not is_reset and not has_failed_to_save:
             self._check_saved()
 
     def _check_saved(self) -> None:
-        """A job that was stopped has saved the newest state that an agent held."""
+        """A job that ends before its ranks have finished has saved the newest state that an agent held."""
         committed = self._cluster.etcd.record(KEYS.checkpoint, Checkpoint)
         floor = committed.copy if committed is not None else None
         writer, history = self._cluster.etcd.writer, self._cluster.training.history

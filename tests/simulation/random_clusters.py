@@ -11,13 +11,14 @@ from simulation.faults import Faults
 from agent.core.reasons import Requested
 from agent.errors import EXIT_UNSAVED
 from agent.store import listed_members
+from trainer_runtime.contract import EXIT_NO_RESTART
 
 _LIVE_S = 180.0
 """A handoff that was not completed is requested again after 120 s."""
 _ALL_LEAVE_EVERY = 8
 """In one of so many clusters all agents are asked to leave, before new ones start."""
 _STOPPED_EVERY = 16
-"""In one of so many clusters an operator stops the job while things go wrong."""
+"""In one of so many clusters an operator stops the job while things go wrong; in as many its script asks for it."""
 _RECORD_S = 5.0
 """An incident is recorded so much later at the latest: answers may be lost, and leaders may leave with the job."""
 
@@ -87,6 +88,8 @@ def _play(cluster: Cluster, steps: int, size: Size) -> None:
         faults.ask_all_to_leave()
     if cluster.seed % _STOPPED_EVERY == 1:
         _stop(cluster, faults)
+    elif cluster.seed % _STOPPED_EVERY == 2:
+        _fail(cluster, size, faults)
     else:
         faults.end()
         _live(cluster, size)
@@ -105,8 +108,52 @@ def _stop(cluster: Cluster, faults: Faults) -> None:
     cluster.run_until(lambda: all(agent.is_gone for agent in cluster.agents), within_s=_LIVE_S)
 
 
+def _fail(cluster: Cluster, size: Size, faults: Faults) -> None:
+    """A rank asks for no restart at any moment, and more goes wrong meanwhile."""
+    _ask_for_no_restart(cluster)
+    for _ in range(20):
+        if cluster.random.random() < 0.2:
+            faults.befall()
+        cluster.run(cluster.random.uniform(0.0, 0.25))
+    faults.end()
+    if cluster.invariants.result is None:
+        _bring_back(cluster, size)
+    until = cluster.now + _LIVE_S
+    while cluster.invariants.result is None:  # a newcomer may have asked that the others can do without
+        assert cluster.now < until
+        _ask_for_no_restart(cluster)
+        cluster.run(6.0)
+    cluster.run_until(lambda: all(agent.is_gone for agent in cluster.agents), within_s=_LIVE_S)
+
+
+def _ask_for_no_restart(cluster: Cluster) -> None:
+    at_work = [agent for agent in cluster.agents if not agent.is_gone and agent.ranks.is_at_work(cluster.max_group)]
+    if at_work:
+        cluster.random.choice(at_work).ranks.exit(0, EXIT_NO_RESTART, "")
+
+
 def _live(cluster: Cluster, size: Size) -> None:
     """Nothing is wrong any more: the job trains, is left alone, and finishes."""
+    _bring_back(cluster, size)
+    cluster.training.goal = None if cluster.invariants.result is None else cluster.training.goal
+    cluster.run_until(lambda: cluster.invariants.result is not None or _trains(cluster, size), within_s=_LIVE_S)
+    if cluster.invariants.result is None:
+        number = cluster.max_group
+        cluster.run(6.0)
+        assert cluster.max_group == number, "and then it is left alone"
+        _are_recorded(cluster, cluster.now - _RECORD_S)
+        _end(cluster)
+    cluster.run_until(lambda: all(agent.exit for agent in cluster.agents), within_s=_LIVE_S)
+    result = cluster.invariants.result
+    assert result is not None
+    assert result.succeeded or cluster.is_stopped, result
+    is_unsaved = isinstance(result.reason, Requested) and result.reason.saved is not None
+    assert result.exit_code == (EXIT_UNSAVED if is_unsaved else 0), result
+    _are_recorded(cluster, cluster.invariants.ended_at - _RECORD_S)
+
+
+def _bring_back(cluster: Cluster, size: Size) -> None:
+    """Start the nodes that the job needs."""
     cluster.run_until(lambda: _all_stay(cluster))
     cluster.run(6.0)  # failures of before are reported, and nodes left out because of them
     # By the ids that they have got: an agent that had to step aside does not stand for the node of its name, whose own
@@ -123,21 +170,6 @@ def _live(cluster: Cluster, size: Size) -> None:
             cluster.start(name)
     cluster.run(6.0)  # those whose leases ran out unseen are noticed
     cluster.scale(size.nps[1])
-    cluster.training.goal = None if cluster.invariants.result is None else cluster.training.goal
-    cluster.run_until(lambda: cluster.invariants.result is not None or _trains(cluster, size), within_s=_LIVE_S)
-    if cluster.invariants.result is None:
-        number = cluster.max_group
-        cluster.run(6.0)
-        assert cluster.max_group == number, "and then it is left alone"
-        _are_recorded(cluster, cluster.now - _RECORD_S)
-        _end(cluster)
-    cluster.run_until(lambda: all(agent.exit for agent in cluster.agents), within_s=_LIVE_S)
-    result = cluster.invariants.result
-    assert result is not None
-    assert result.succeeded or cluster.is_stopped, result
-    is_unsaved = isinstance(result.reason, Requested) and result.reason.saved is not None
-    assert result.exit_code == (EXIT_UNSAVED if is_unsaved else 0), result
-    _are_recorded(cluster, cluster.invariants.ended_at - _RECORD_S)
 
 
 def _are_recorded(cluster: Cluster, until: float) -> None:

@@ -6,7 +6,7 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 
 | line | what happens |
 |---|---|
-| `job NP [saves=N] [closes=N] [keep=N] [copies=N] [lost=SHARE] [restarts=N] [window=S] [OPTION...]` | the job, first |
+| `job NP [saves=N] [closes=N] [keep=N] [copies=N] [lost=SHARE] [restarts=N] [OPTION...]` | the job, first |
 | `start NAME [nproc=N] [np=NP] [host=NAME] [ahead=S] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
@@ -37,6 +37,7 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 `leader` and `rank0` stand for the node that is it. Epochs are `closes` steps long, and a save closes each. Options of a
 job: with `hangs=S` somebody looks for hangs; with `handoff` ranks stop together when asked to;
 with `local` checkpoints are on the own disk of the node that has rank 0; with `paced` it is told what a step takes;
+with `window=S` so much time of new steps is progress; with `timeout=S` a job that waits gives up after it;
 with `strange` nobody compares clocks (`ahead` sets a node's); with `mistakes` one of all ranks,
 twice, ends the job; with `times` completed incidents have their phases in seconds.
 """
@@ -113,6 +114,7 @@ class Scenario:
             POLICY,
             max_restarts=int(options.get("restarts", "1000")),
             progress_window_s=float(options.get("window", "60")),
+            elastic_timeout_s=float(options["timeout"]) if "timeout" in options else None,
             ends_at_script_errors="mistakes" in job,
         )
         self.cluster = Cluster(0, np=_np(job[0]), policy=policy)

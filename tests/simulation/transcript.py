@@ -297,8 +297,8 @@ def _spec(spec: Spec, last: Spec | None) -> Iterator[str]:
         yield "spec in place"
     if spec.paused_by != last.paused_by:
         yield "spec paused" if spec.paused_by else "spec resumed"
-    if spec.stopped_by != last.stopped_by:
-        yield "spec stopped"
+    if spec.ending != last.ending:
+        yield "spec stopped" if isinstance(spec.ending, Requested) else "spec to end"
     if spec.restart_after != last.restart_after:
         yield f"spec restart {spec.restart_after}"
     if spec.excluded != last.excluded:

@@ -212,7 +212,8 @@ def test_a_job_that_was_stopped_is_neither_a_success_nor_a_failure() -> None:
 def test_a_job_that_was_reset_waits_for_agents_and_has_not_failed() -> None:
     by = Requested(what="reset", by="ann")
     result = Result(run="r", group=4, succeeded=False, exit_code=1, reason=by, is_reset=True)
-    status = job_status("job", replace(asked(stopped_by="bob"), nodes=(), result=Stored(result, 16, 16)))
+    stopped = asked(ending=Requested(what="stop", by="bob"))
+    status = job_status("job", replace(stopped, nodes=(), result=Stored(result, 16, 16)))
     assert (status.state, status.exit_code, status.stopped_by) == ("waiting", None, "")
     assert status.reason == "reset by ann; its next agents begin a new run"
 
@@ -242,7 +243,7 @@ def test_a_new_agent_under_the_id_of_a_drained_one_is_not_leaving() -> None:
 
 
 def test_the_user_who_stopped_the_job_is_named_until_it_has_ended() -> None:
-    view = asked(stopped_by="ann@host")
+    view = asked(ending=Requested(what="stop", by="ann@host"))
     assert "\nstopping, requested by ann@host\n" in shown(view)
     ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason=FINISHED), 16, 16)
     assert "stopping" not in shown(replace(view, result=ended))

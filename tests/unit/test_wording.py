@@ -40,7 +40,7 @@ from agent.core.model import (
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
 from agent.core.proposals import Plan
-from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft
+from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft, Requested
 from agent.core.state import AgentState, Leaving
 from agent.core.view import ClusterView
 from agent.observe.announcements import Announced, announce
@@ -206,7 +206,7 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("b was excluded by an operator", view(but(ELASTIC, excluded=("b",)), A, B)),
         case("an operator asked for a restart", view(but(SPEC, restart_after=1), A, B)),
         case("paused by someone: nothing changes until it is resumed", view(but(SPEC, paused_by="someone"), A, B)),
-        case("stopped by someone", view(but(SPEC, stopped_by="someone"), A, B)),
+        case("stopped by someone", view(but(SPEC, ending=Requested(what="stop", by="someone")), A, B)),
         case("group 1: 1 of 2 nodes have finished", view(SPEC, A, B, parts=(report(None),))),
         case("all 2 ranks finished in group 1", view(SPEC, A, B, parts=(report(None), report(None, B)))),
         case("the job has ended: all 2 ranks finished in group 1", view(SPEC, A, B, result=Stored(DONE, 12, 12))),

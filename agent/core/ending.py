@@ -1,4 +1,7 @@
-"""Stop a job for an operator: what the ranks or the agents' memory have is saved before the job ends.
+"""End a job before its ranks have finished: what they or the agents' memory have is saved first.
+
+A job ends so if an operator asks for it, if a failure is not tried again, or if too few nodes were there for too long.
+The reason is in the spec, so a later leader continues.
 
 - A group whose ranks take part in a handoff saves in one (`handoff.py`). If all of them finish before that, the job has
   succeeded.
@@ -20,39 +23,44 @@ from agent.core.gathering import Gathering
 from agent.core.handoff import PlannedChange, are_ranks_quiesced
 from agent.core.model import Group, RestorePoint
 from agent.core.proposals import Plan, node_ids
-from agent.core.reasons import Finished, ProcessesLeft, Requested, Waiting
-from agent.errors import EXIT_UNSAVED
+from agent.core.reasons import EndingReason, Finished, GaveUp, NotRetried, ProcessesLeft, Requested, Waiting
 
 
-class Stopping(Gathering):
-    """Adds what is decided after an operator has asked for the job to end."""
+class Ending(Gathering):
+    """Adds what is decided once the job is to end."""
 
-    def stop(self) -> Plan:
+    def save_and_end(self, reason: EndingReason) -> Plan:
         """End the job, once what its ranks or its agents' memory have is saved."""
-        group, reason = self.group, Requested(what="stop", by=self.spec.stopped_by)
+        group = self.group
         if group is None:
-            return self._end(reason)
+            return self.write_result(reason)
         return self._end_ranks(group, reason) if group.members else self._save(group, reason)
 
-    def _end(self, reason: Requested) -> Plan:
-        return self.finish(0 if reason.saved is None else EXIT_UNSAVED, reason, succeeded=False)
-
-    def _end_ranks(self, group: Group, reason: Requested) -> Plan:
+    def _end_ranks(self, group: Group, reason: EndingReason) -> Plan:
         done = {each.identity for each in self.view.exits if each.failure is None}
         if group.node_ranks.keys() <= done:
-            return self.finish(0, Finished(ranks=group.world_size, group=group.number))
+            return self.write_result(Finished(ranks=group.world_size, group=group.number))
         unfit = {node.identity for node in self.view.unfit}
         is_whole = group.node_ranks.keys() <= (self.view.present.keys() - unfit) | done
-        if is_whole and len(done) == len(self.view.exits):  # ranks that have finished wait for the others
-            awaited = self.awaited(group, PlannedChange("drain", reason, ()))
+        if isinstance(reason, Requested) and is_whole and len(done) == len(self.view.exits):
+            awaited = self.awaited(group, PlannedChange("drain", reason, ()))  # ranks that have finished wait for it
             if awaited is not None:
                 return awaited
             progress = self.seen.handoff_progress
             if are_ranks_quiesced(progress, self.policy, self.now) and not progress.is_in_memory:
-                return self._end(reason)
-        return self.form((), "drain", reason)
+                return self.write_result(reason)
+        return self._form_without_members(group, reason)
 
-    def _save(self, group: Group, reason: Requested) -> Plan:
+    def _form_without_members(self, group: Group, reason: EndingReason) -> Plan:
+        match reason:
+            case Requested():
+                return self.form((), "drain", reason)
+            case NotRetried():
+                return self.form((), "failed", reason, is_failure=bool(group.members))
+            case GaveUp():
+                return self.form((), "wait", group.reason)
+
+    def _save(self, group: Group, reason: EndingReason) -> Plan:
         """Let an agent save the newest snapshot that it holds in full, once all have reported theirs."""
         held = {each.identity: each.copies for each in self.view.inventories if each.identity in self.view.present}
         nodes = [node.value for node in self.view.nodes if not isinstance(node.value.unfit, ProcessesLeft)]
@@ -65,29 +73,32 @@ class Stopping(Gathering):
         last, run = lineage.as_begun(begun, committed), self.spec.run
         newest = lineage.choose(held.values(), last, committed, run)
         if newest is None or newest == saved:
-            return self._end(reason)
+            return self.write_result(reason)
         holders = tuple(who.node_id for who, copies in held.items() if any(each.copy == newest for each in copies))
-        unsaved = msgspec.structs.replace(reason, node_ids=tuple(sorted(holders)), saved=saved.step if saved else 0)
+        unsaved = reason
+        if isinstance(reason, Requested):
+            step = saved.step if saved is not None else 0
+            unsaved = msgspec.structs.replace(reason, node_ids=tuple(sorted(holders)), saved=step)
         if begun is not None and begun.group == group.number:
-            return self._await(begun, unsaved)
+            return self._await(group, begun, reason, unsaved)
 
         found = {who: lineage.choose([copies], last, committed, run) for who, copies in held.items()}
         whole = {who: copy for who, copy in found.items() if copy is not None and copy != saved}
         if not whole:
-            return self._end(unsaved)
+            return self.write_result(unsaved)
         saver = max(sorted(whole), key=lambda who: lineage.age(whole[who], run))
         restore_point = lineage.follow(group.number, whole[saver], last, committed, run)
         named = msgspec.structs.replace(restore_point, saver=saver)
         return Plan(named, Waiting(what="save", node_ids=(saver.node_id,)))
 
-    def _await(self, begun: RestorePoint, unsaved: Requested) -> Plan:
+    def _await(self, group: Group, begun: RestorePoint, reason: EndingReason, unsaved: EndingReason) -> Plan:
         """Wait for the agent that saves."""
         saver = begun.saver
         assert saver is not None  # noqa: S101 - named in every restore point of a group without members
         committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
         has_failed = any(each.identity == saver and each.has_failed_to_save for each in self.view.statuses)
         if has_failed or (committed is not None and committed.copy == begun.copy):
-            return self._end(unsaved)
+            return self.write_result(unsaved)
         if saver not in self.view.present:
-            return self.form((), "drain", msgspec.structs.replace(unsaved, node_ids=(), saved=None))
+            return self._form_without_members(group, reason)
         return Plan(None, Waiting(what="save", node_ids=(saver.node_id,)))
