@@ -263,7 +263,7 @@ def test_a_failing_script_ends_the_job_with_its_own_code(host: Host) -> None:
     assert host.run("elastic-agent --job_id=a --max_restarts=0 bad.py")[0] == 7
     code, output = host.run("elastic-agent --job_id=b --max_restarts=2 bad.py")
     assert code == 76
-    # Two restarts, the group without members, and the end; unless the machine is that slow, the pause before the second.
+    # Two restarts, a group without members, and the end; unless the machine is that slow, the pause before the second.
     assert output.count("exited with code 7") in {4, 5}, output
     (host.directory / "argparse.py").write_text("import sys; sys.exit(2)")
     assert host.run("elastic-agent --job_id=c --max_restarts=0 argparse.py")[0] == 1, "2 means usage"
