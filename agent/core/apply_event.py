@@ -76,8 +76,11 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     # A follower's view is as old as its last read, and a view that was read before our last write may still arrive. If
     # it was read after that write, etcd has lost its history without an outage that this agent saw.
     is_behind = not (view.is_whole or state.must_refresh or view.includes(state.settled_revision))
-    if is_older or is_back or is_behind:  # perhaps another history: what we wrote, and its revision, may be gone
+    is_answered_later = is_back and state.pending is not None
+    if is_older or is_behind or is_answered_later:  # perhaps another history: what we wrote may be gone
         state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
+    elif is_back:  # everything was read again after the outage had begun
+        state = replace(state, settled_revision=view.revision)
     if is_back:
         state = replace(state, is_store_lost=False, outage_ended_at=now)
     seen = observe(state.seen, view, now, is_back=is_back) if view.is_whole else follow(state.seen, view, now)
@@ -166,7 +169,7 @@ def _on_done(state: AgentState, answer: ev.WriteAnswered) -> AgentState:
             seen = replace(state.seen, read_at=state.pending_since)
             return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
         case fx.WriteStatus(status):
-            return replace(state, status=WrittenStatus(status.group, status, answer.revision))
+            return replace(state, status=answer.status or WrittenStatus(status.group, status, answer.revision))
         case fx.TakeOver() | fx.Register():
             state = replace(state, holder=None)
         case _:

@@ -39,7 +39,6 @@ from agent.core.transitions import due_before_end, due_status
 from agent.core.view import ClusterView
 
 _CAMPAIGN_STEP_S = 0.002
-_CAMPAIGN_MAX_S = 1.0
 _CAMPAIGN_PLACES = 100
 """Number of places over which the agents that are not members are spread."""
 _SIGTERM = 15
@@ -358,7 +357,7 @@ def _campaign_at(state: AgentState) -> float | None:
         place = len(members) + share * min(state.me.np_max, _CAMPAIGN_PLACES)
     else:
         place = rank
-    return state.leaderless_since + min(place * _CAMPAIGN_STEP_S, _CAMPAIGN_MAX_S)
+    return state.leaderless_since + place * _CAMPAIGN_STEP_S
 
 
 def _leader_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:

@@ -91,9 +91,7 @@ class StoreClient(ABC):
         """Why etcd could not be reached last."""
         self._inbox = inbox
         self._mirror = Mirror(store, (), lambda _snapshot: None, self._on_outage)
-        self.keeper = LeaseKeeper(
-            store, heartbeat.is_alive, lambda _lease_id: self._on_lease_lost(), self._on_lease_renewed
-        )
+        self.keeper = LeaseKeeper(store, heartbeat.is_alive, self._on_lease_lost, self._on_lease_renewed)
         heartbeat.on_beat = self.keeper.loop_turned
         self._store_thread = StoreThread()
 
@@ -109,7 +107,7 @@ class StoreClient(ABC):
         self._store_thread.close()
 
     @abstractmethod
-    def _on_lease_lost(self) -> None:
+    def _on_lease_lost(self, lease_id: int) -> None:
         """Called on the keeper's thread when etcd has ended the lease."""
 
     @abstractmethod
@@ -201,8 +199,8 @@ class CollectiveClient(StoreClient):
         """Write incidents on the store thread, after what it has to do before. `on_answer` is called there."""
         self._store_thread.do(lambda: on_answer(*self._writer.write_incidents(write)))
 
-    def _on_lease_lost(self) -> None:
-        self._mirror.refresh()  # the core registers again once it misses the agent's record
+    def _on_lease_lost(self, lease_id: int) -> None:
+        self._mirror.note_lease_end(lease_id)  # the core registers again once it misses the agent's record
 
     def _on_lease_renewed(self, until: float) -> None:
         self._inbox.put(ev.LeaseRenewed(until))
@@ -263,7 +261,7 @@ class ParameterServerClient(StoreClient):
         """Carry out an effect on the store thread, after those before it."""
         self._store_thread.do(partial(self._writer.write, effect))
 
-    def _on_lease_lost(self) -> None:
+    def _on_lease_lost(self, lease_id: int) -> None:  # noqa: ARG002 - it has only one
         self._store_thread.do(self._writer.register)
 
     def _on_lease_renewed(self, until: float) -> None:

@@ -192,7 +192,10 @@ class JobWriter:
                 raise AssertionError(effect)
 
     def _write_status(self, effect: fx.WriteStatus) -> ev.WriteAnswered:
-        """Write what this node reports about its group. If that is refused, return the record that is there."""
+        """Write what this node reports about its group. If that is refused, return the record that is there.
+
+        If that says the same already, an earlier write has been applied.
+        """
         keys, status = self._keys, effect.status
         as_known = [
             Compare(keys.group, mod_revision=effect.group_revision),
@@ -207,7 +210,8 @@ class JobWriter:
         there = None
         with contextlib.suppress(RecordError):  # damaged by hand: the next write replaces it
             there = decode(items[0], MemberStatus).value
-        return replace(answer, status=WrittenStatus(status.group, there, items[0].mod_revision))
+        outcome = ev.Outcome.DONE if there == status else ev.Outcome.REFUSED
+        return replace(answer, outcome=outcome, status=WrittenStatus(status.group, there, items[0].mod_revision))
 
     def _own(
         self, effect: fx.UpdateNode | fx.Campaign | fx.WriteSuspicion | fx.ClearSuspicion

@@ -54,6 +54,8 @@ class Mirror:
         self._target = (tuple(ranges), deliver)
         self._watch: Watch | None = None
         self._copy: _RangesCopy | None = None
+        self._ended_lease = 0
+        """The last lease that is known to have ended. 0: none."""
         self._interrupted = threading.Event()
         self._is_closed = False
         self._failures = 0
@@ -69,6 +71,17 @@ class Mirror:
     def refresh(self) -> None:
         """Read everything again, after this call, and deliver it even if nothing changed. Does not block."""
         self._interrupt()
+
+    def note_lease_end(self, lease_id: int) -> None:
+        """Read everything again if the copy still has a key of this lease, which has ended. Does not block.
+
+        Usually the watch shows that such keys are gone. It stays silent if etcd was emptied.
+        """
+        with self._lock:
+            self._ended_lease = lease_id
+            copy = self._copy
+        if copy is not None and copy.has_lease(lease_id):
+            self._interrupt()
 
     def catch_up(self) -> int | None:
         """Read everything again on the caller's thread and deliver it, without ending the watch. Blocks like any call.
@@ -180,6 +193,8 @@ class Mirror:
         watch = self._store.watch(copy.ranges, copy.revision)
         with self._lock:
             self._watch, self._copy = watch, copy
+            if copy.has_lease(self._ended_lease):  # it was read before that was known
+                self._interrupted.set()
             if self._interrupted.is_set():
                 watch.cancel()
         return watch
@@ -233,6 +248,11 @@ class _RangesCopy:
                 self._items.show(writes, revision)
                 self._deliver(self._items.snapshot(self.revision))
 
+    def has_lease(self, lease_id: int) -> bool:
+        """Whether it delivers changes, and has a key of this lease."""
+        with self._lock:
+            return not self._has_ended and self._items.has_lease(lease_id)
+
     def end(self) -> None:
         """Deliver nothing from now on."""
         with self._lock:
@@ -270,6 +290,10 @@ class RangeItems:
         self._take(changes)
         self._shown |= {change.key: revision for change in changes}
         self._own_revision = revision
+
+    def has_lease(self, lease_id: int) -> bool:
+        """Whether an item is bound to this lease. 0: no."""
+        return lease_id != 0 and any(item.lease_id == lease_id for item in self._items.values())
 
     def snapshot(self, revision: int) -> Snapshot:
         """Return all items, as of this revision."""

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from agent.core.model import Group, Stored
+from agent.core.model import Group, Leader, Stored
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.api import KeyRange
 from agent.store.etcd import EtcdStore
-from agent.store.keys import JobKeys, group_in
+from agent.store.keys import JobKeys, decode, group_in
 
 HEADINGS = ("agents", "what", "n", "median", "worst")
 _LOSSES = 3
@@ -30,7 +30,7 @@ _TRIES = 5
 _LOOK_S = 0.005
 _REQUESTS = r"grpc_server_msg_received_total"
 _SENT_BYTES = r"etcd_network_client_grpc_sent_bytes_total"
-_RENEWALS = r"etcd_debugging_lease_renewed_total"
+_LEASES = r"etcd_debugging_lease_(?:renewed|granted)_total"
 
 
 @dataclass
@@ -85,9 +85,10 @@ class Watcher:
         stay = Stay(self._agents)
         self._rest(stay)
         for _ in range(_LOSSES):
-            self._lose_one(stay)
+            self._lose_one(stay, "a member")
         if outage_s:
             self._freeze_etcd(stay, outage_s)
+            self._lose_one(stay, "then the leader")
         return stay
 
     def _rest(self, stay: Stay) -> None:
@@ -99,11 +100,11 @@ class Watcher:
         stay.note("at rest: an agent, ms of CPU a second", 1e3 * used.agents_s / used.seconds / self._agents)
         stay.note("at rest: etcd, MB resident", self._etcd_process.memory_info().rss / 1e6)
 
-    def _lose_one(self, stay: Stay) -> None:
+    def _lose_one(self, stay: Stay, who: str) -> None:
         """A member's lease ends: the group goes on without it. Its agent registers again, and is not let in."""
         self._wait_until_quiet()
         group = self._group().value
-        victim = group.members[len(group.members) // 2].node_id
+        victim = group.members[len(group.members) // 2].node_id if who == "a member" else self._leader()
         for _ in range(_TRIES):
             with self._measured() as used:
                 began = time.monotonic()
@@ -116,10 +117,10 @@ class Watcher:
                 break
         else:
             raise RuntimeError(f"{victim} lost its place {_TRIES} times, and no other group was formed")
-        stay.note("a member is lost: s until the next group", took_s)
-        stay.note("a member is lost: MB sent by etcd", used.sent_bytes / 1e6)
-        stay.note("a member is lost: an agent, ms of CPU", 1e3 * used.agents_s / self._agents)
-        stay.note("a member is lost: etcd, ms of CPU", 1e3 * used.etcd_s)
+        stay.note(f"{who} is lost: s until the next group", took_s)
+        stay.note(f"{who} is lost: MB sent by etcd", used.sent_bytes / 1e6)
+        stay.note(f"{who} is lost: an agent, ms of CPU", 1e3 * used.agents_s / self._agents)
+        stay.note(f"{who} is lost: etcd, ms of CPU", 1e3 * used.etcd_s)
 
     def _wait_until_quiet(self) -> None:
         """Wait until nothing has been written for a moment: what the last change brought is over."""
@@ -140,10 +141,11 @@ class Watcher:
         finally:
             self._etcd_process.resume()
         began = time.monotonic()
-        before = self._counted(_RENEWALS)
-        self._wait(lambda: self._counted(_RENEWALS) >= before + self._agents, "a renewal for each agent")
-        stay.note(f"etcd frozen for {outage_s:g} s: s until as many renewals as agents", time.monotonic() - began)
-        time.sleep(self._rest_s / 2)
+        before = self._counted(_LEASES)
+        self._wait(lambda: self._counted(_LEASES) >= before + self._agents, "a lease for each agent")
+        self._wait(lambda: self._nodes() == there, "all nodes")
+        stay.note(f"etcd frozen for {outage_s:g} s: s until all are back", time.monotonic() - began)
+        self._wait_until_quiet()
         stay.note("then: nodes that are missing", there - self._nodes())
         stay.note("then: groups that came of it", self._group().value.number - group.number)
 
@@ -151,6 +153,10 @@ class Watcher:
         group = group_in(self._store.read((KeyRange(self._keys.shared, is_prefix=True),)).by_key, self._keys)
         assert group is not None
         return group
+
+    def _leader(self) -> str:
+        (item,) = self._store.read((KeyRange(self._keys.leader),)).items
+        return decode(item, Leader).value.node_id
 
     def _nodes(self) -> int:
         return len(self._store.read((KeyRange(self._keys.nodes, is_prefix=True),)).items)

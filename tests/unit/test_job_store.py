@@ -211,10 +211,23 @@ def test_a_refused_status_comes_back_with_the_record_that_is_there() -> None:
     assert (refused.outcome, refused.status) == (Outcome.REFUSED, WrittenStatus(1, None, 0))
     done = job.run(replace(effect, status_revision=0))
     assert (done.outcome, done.status) == (Outcome.DONE, None)
-    assert job.run(effect).status == WrittenStatus(1, STATUS, done.revision)
+    other = msgspec.structs.replace(STATUS, has_failed_to_save=True)
+    refused = job.run(replace(effect, status=other))
+    assert (refused.outcome, refused.status) == (Outcome.REFUSED, WrittenStatus(1, STATUS, done.revision))
     damaged = write(store, "status")
     assert job.run(effect).status == WrittenStatus(1, None, damaged)
     assert job.run(replace(effect, status_revision=damaged)).outcome is Outcome.DONE, "it is replaced"
+
+
+def test_a_status_that_is_there_already_counts_as_written() -> None:
+    """As after an outage: an agent does not know if what it wrote before has been lost."""
+    store = MemoryStore()
+    job = store_of_job(store)
+    effect = fx.WriteStatus(STATUS, write(store, "group"), status_revision=0)
+    revision = job.run(effect).revision
+    store.transact([], [Put("other", b"")])
+    again = job.run(effect)
+    assert (again.outcome, again.status) == (Outcome.DONE, WrittenStatus(1, STATUS, revision))
 
 
 @pytest.mark.parametrize("is_own", [True, False])

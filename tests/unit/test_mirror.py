@@ -231,6 +231,46 @@ def test_catching_up_without_a_store_raises_and_keeps_the_watch(
     mirror.close()
 
 
+@pytest.mark.parametrize("is_held", [True, False], ids=["its key is still there", "another lease"])
+def test_a_lease_that_has_ended_is_a_reason_to_read_again_only_if_its_key_is_still_there(
+    store: MemoryStore, mirror: Mirror, receiver: Receiver, *, is_held: bool
+) -> None:
+    lease_id = store.grant(60.0).lease_id
+    store.transact([], [Put("a/1", b"", lease_id)])
+    receiver.wait_for_keys("a/1")
+    wait_for(lambda: mirror._copy is not None, "the watch")
+    copy = mirror._copy
+    mirror.note_lease_end(lease_id if is_held else lease_id + 1)
+    store.transact([], [Put("a/2", b"")])
+    receiver.wait_for_keys("a/1", "a/2")
+    assert (mirror._copy is not copy) is is_held
+
+
+def test_a_lease_that_has_ended_while_everything_is_read_is_a_reason_to_read_again(
+    store: MemoryStore, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = store.client()
+    lease_id = store.grant(60.0).lease_id
+    store.transact([], [Put("a/1", b"", lease_id)])
+    mirror, read = Mirror(client, [A], receiver.deliver, receiver.on_outage), client.read
+    reads = 0
+
+    def read_and_learn(ranges: Sequence[KeyRange]) -> Snapshot:
+        nonlocal reads
+        reads += 1
+        snapshot = read(ranges)
+        if reads == 1:
+            mirror.note_lease_end(lease_id)
+            store.revoke(lease_id)
+        return snapshot
+
+    monkeypatch.setattr(client, "read", read_and_learn)
+    mirror.start()
+    receiver.wait_for_keys()
+    mirror.close()
+    assert reads == 2
+
+
 def test_other_ranges_go_to_their_own_receiver(store: MemoryStore, mirror: Mirror, receiver: Receiver) -> None:
     """After a change of target everything is read again; the old receiver receives nothing more."""
     store.transact([], [Put("a/1", b""), Put("b", b"")])
