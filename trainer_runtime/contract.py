@@ -22,6 +22,8 @@ writer, so an aligned 8-byte store needs no lock:
 | 80 | replicated | agent | step of the newest snapshot whose part was sent to other nodes, or was given up |
 | 88 | replicating_us | agent | microseconds until this node's slowest part was sent. Set before `replicated` |
 | 96 | over | agent | number of a group that is over without a handoff: a rank of it breaks its connections |
+| 104 | question | agent | how often it has asked for `unfinished`. Only increases |
+| 112 | unfinished | worker | upper half: question; lower: one more than its unfinished collectives; 0: not known |
 
 A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
 leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave`, or
@@ -108,7 +110,7 @@ STACKS_FD = "ELASTIC_AGENT_STACKS_FD"
 STACKS_NAME = "elastic-agent:stacks"
 _PAGE_NAME = "elastic-agent"
 OVER_FD = "ELASTIC_AGENT_OVER_FD"
-"""Eventfd that signals a change of `over` on the control page."""
+"""Eventfd that signals a change of `over` or `question` on the control page."""
 VERDICT_WITHIN_S = "ELASTIC_AGENT_VERDICT_WITHIN_S"
 """Seconds within which the agent knows what becomes of a group whose ranks have lost each other."""
 REPLICATED_FD = "ELASTIC_AGENT_REPLICATED_FD"
@@ -152,7 +154,7 @@ MAX_KEEP = 100
 """Largest number of checkpoints that a job can keep: their names are in a record in etcd and in messages."""
 
 PAGE_BYTES = 4096
-PAGE_VERSION = 6
+PAGE_VERSION = 7
 _U64 = struct.Struct("<Q")
 _VERSION_AT = 0
 _STEP_AT = 8
@@ -168,6 +170,9 @@ _IN_MEMORY_AT = 72
 _REPLICATED_AT = 80
 _REPLICATING_AT = 88
 _OVER_AT = 96
+_QUESTION_AT = 104
+_UNFINISHED_AT = 112
+_HALF = 32
 
 
 def not_handed_down(variable: str, fd: int, what: str) -> RuntimeError:
@@ -314,6 +319,30 @@ class ControlPage:
     @over.setter
     def over(self, value: int) -> None:
         _U64.pack_into(self._map, _OVER_AT, value)
+
+    @property
+    def question(self) -> int:
+        """Number of the agent's newest question for unfinished collectives; 0: it has not asked."""
+        return self._read(_QUESTION_AT)
+
+    @question.setter
+    def question(self, value: int) -> None:
+        _U64.pack_into(self._map, _QUESTION_AT, value)
+
+    @property
+    def answered(self) -> int:
+        """Number of the newest question that the worker has answered."""
+        return self._read(_UNFINISHED_AT) >> _HALF
+
+    @property
+    def unfinished(self) -> int | None:
+        """How many collectives were unfinished at the newest answer; None: not known."""
+        lower = self._read(_UNFINISHED_AT) & ((1 << _HALF) - 1)
+        return lower - 1 if lower else None
+
+    def answer(self, question: int, unfinished: int | None) -> None:
+        """Answer a question, in one store."""
+        _U64.pack_into(self._map, _UNFINISHED_AT, question << _HALF | (0 if unfinished is None else unfinished + 1))
 
     def close(self) -> None:
         """Unmap the page."""

@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer_runtime import contract
 from trainer_runtime.agent_channel import milestones
+from trainer_runtime.agent_events import listen_to_agent
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.connections import connections
 from trainer_runtime.process_exit import destroy_group_at_exit
@@ -233,6 +234,7 @@ def _register_stack_dump() -> None:
     if page is not None:
         register_stack_dump(page)
         page.close()
+        listen_to_agent()
 
 
 def _require_group() -> None:

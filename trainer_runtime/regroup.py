@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 
 from trainer_runtime import contract
 from trainer_runtime.agent_channel import boot_time, milestones
+from trainer_runtime.agent_events import AgentEvents, listen_to_agent
 from trainer_runtime.agreement import are_same_on_all_ranks, digest_of_learning_rates, digest_of_parameters
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.connections import connections
 from trainer_runtime.dist import is_main, join_again, membership, rank, world_size
-from trainer_runtime.group_end import GroupEnd, listen_for_group_end
 from trainer_runtime.set_up import set_up
 from trainer_runtime.snapshot_memory import replace_snapshot_memory
 from trainer_runtime.wrapping import copied_modules, find_unusual_wrapping, move_copy, wrap_again, wrapped_modules
@@ -53,7 +53,7 @@ class Regrouping:
         self._contents = contents
         self._page = page
         self._channel = channel
-        self._end: GroupEnd | None = None
+        self._end: AgentEvents | None = None
         self._training: dict[nn.Module, bool] = {}
         """The modules, and whether each was in training mode as `State.run` began."""
         self._trained: dict[nn.Parameter, bool] = {}
@@ -80,7 +80,9 @@ class Regrouping:
         self.is_run = True
         self.enter_first_group()
         if self._page is not None:
-            self._end = listen_for_group_end(self._page)
+            self._end = listen_to_agent()
+            if self._end is not None:
+                self._end.begin_group()
         modules = self._contents.by_type(nn.Module).values()
         self._training = {each: each.training for module in modules for each in module.modules()}
         self._trained = {each: each.requires_grad for module in modules for each in module.parameters()}

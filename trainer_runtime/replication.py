@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
-from trainer_runtime.group_end import GroupOverError
+from trainer_runtime.agent_events import GroupOverError
 
 if TYPE_CHECKING:
     from trainer_runtime.contract import ControlPage

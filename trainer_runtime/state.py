@@ -21,13 +21,13 @@ from torch import nn
 
 from trainer_runtime import contract
 from trainer_runtime.agent_channel import Move, milestones, open_channel
+from trainer_runtime.agent_events import GroupOverError, listen_to_agent
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.connections import connections
 from trainer_runtime.contents import Contents
 from trainer_runtime.dist import is_main, membership, open_control_page
 from trainer_runtime.exchange import script_line
 from trainer_runtime.finite import FiniteGuard
-from trainer_runtime.group_end import GroupOverError
 from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.object_store import open_place
@@ -132,6 +132,7 @@ class State:
         self._channel = open_channel()
         if self._page is not None:
             register_stack_dump(self._page)
+            listen_to_agent()
         if dist.is_initialized():  # otherwise `restore` notes it
             milestones.note_joined()
         if self._channel is not None and keep > contract.MAX_KEEP:

@@ -26,7 +26,7 @@ import msgspec
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from agent.core.reasons import Doing
     from agent.workers.process import RankProcess
@@ -37,6 +37,7 @@ _STATE_SAMPLES = 5
 _SAMPLE_EVERY_S = 0.02
 _WRITTEN_WITHIN_S = 1.0
 _PY_SPY_WITHIN_S = 5.0
+_ANSWERED_WITHIN_S = 0.5
 _STILL_SHARE = 0.01
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -162,9 +163,11 @@ def dump_ranks(ranks: Sequence[RankProcess]) -> list[Dump]:
     at = time.monotonic()
     living = [rank for rank in ranks if rank.exited is None]
     before = {rank.worker_pid: _cpu_s(rank.worker_pid) for rank in living}
+    questions = {rank.worker_pid: rank.ask_unfinished() for rank in living}
     states = _sample_states([rank.worker_pid for rank in living])
     asked = [rank for rank in living if states[rank.worker_pid] not in "TtD" and _request_stacks(rank)]
     stacks_of = {rank.worker_pid: parse_faulthandler(text) for rank, text in _wait_for_stacks(asked)}
+    waiting = _wait_for_unfinished(asked, questions)
     unanswered = [rank.worker_pid for rank in living if rank.worker_pid not in stacks_of]
     stacks_of |= {pid: _stacks_from_py_spy(threads) for pid, threads in _read_with_py_spy(unanswered).items()}
 
@@ -173,7 +176,7 @@ def dump_ranks(ranks: Sequence[RankProcess]) -> list[Dump]:
         if rank not in living:
             return ENDED
         stacks = stacks_of.get(pid, Stacks())
-        return Dump(_doing(states[pid], stacks), stacks, (before[pid], _cpu_s(pid)), at)
+        return Dump(_doing(states[pid], stacks, waits=pid in waiting), stacks, (before[pid], _cpu_s(pid)), at)
 
     return [dump_of(rank) for rank in ranks]
 
@@ -202,14 +205,15 @@ def _stacks_from_py_spy(threads: list[SpyThread]) -> Stacks:
     return Stacks(main, text[:_STACK_CHARACTERS])
 
 
-def _doing(state: str, stacks: Stacks) -> Doing:
+def _doing(state: str, stacks: Stacks, *, waits: bool = False) -> Doing:
+    """What a rank is doing. `waits`: it has begun a collective that another rank has not."""
     if state in "Tt":
         return "stopped"
     if state == "D":
         return "disk"
     innermost = stacks.main[0].path if stacks.main else ""
     is_at_work = state == "R"
-    if _WAITING_FILES.search(innermost) or (not is_at_work and _WAITING_FILES_IF_ASLEEP.search(innermost)):
+    if waits or _WAITING_FILES.search(innermost) or (not is_at_work and _WAITING_FILES_IF_ASLEEP.search(innermost)):
         return "waits"
     return "runs" if is_at_work else "sleeps"
 
@@ -275,6 +279,17 @@ def _wait_for_stacks(ranks: Sequence[RankProcess]) -> list[tuple[RankProcess, st
         if sizes == before and all(sizes):
             break
     return [(rank, rank.stacks.read()) for rank, size in zip(ranks, sizes, strict=True) if size]
+
+
+def _wait_for_unfinished(ranks: Sequence[RankProcess], questions: Mapping[int, int]) -> set[int]:
+    """Process ids of the ranks that have unfinished collectives. Those that do not answer soon are left out."""
+    give_up_at = time.monotonic() + _ANSWERED_WITHIN_S
+    left = list(ranks)
+    while left and time.monotonic() < give_up_at:
+        left = [rank for rank in left if rank.page.answered < questions[rank.worker_pid]]
+        if left:
+            time.sleep(_SAMPLE_EVERY_S)
+    return {rank.worker_pid for rank in ranks if rank not in left and rank.page.unfinished}
 
 
 def _read_with_py_spy(pids: list[int]) -> dict[int, list[SpyThread]]:

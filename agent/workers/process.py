@@ -146,7 +146,7 @@ class RankProcess:
             ours.callback(self._sock.close)
             self._sock.setblocking(False)
             self.over_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            """Signals a change of `over` on its page."""
+            """Signals a change of `over` or `question` on its page."""
             ours.callback(os.close, self.over_event)
             self._handed_down = {
                 contract.CONTROL_FD: control_fd,
@@ -216,6 +216,12 @@ class RankProcess:
         os.eventfd_write(self.over_event, 1)
         if self.replicated_event is not None:  # it may wait for this one
             os.eventfd_write(self.replicated_event, 1)
+
+    def ask_unfinished(self) -> int:
+        """Ask the worker how many collectives it has begun that are unfinished. Returns the number of the question."""
+        number = self.page.question = self.page.question + 1
+        os.eventfd_write(self.over_event, 1)
+        return number
 
     def renew_memory(self) -> None:
         """Create another memory for the worker's snapshots: the old one holds those of the group that it leaves."""

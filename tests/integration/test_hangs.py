@@ -195,6 +195,22 @@ def test_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench]) ->
     check(stalls[-1], ("waits", BACKWARD), ("runs", LOAD))
 
 
+@pytest.mark.parametrize("pause", ["time.sleep(0.01)", "pass"], ids=["asleep", "at work"])
+def test_a_rank_that_waits_for_a_collective_in_its_own_code(bench: Callable[..., Bench], pause: str) -> None:
+    """As with NCCL, where it waits in `loss.item()`: the other rank has not begun that collective."""
+    made = bench()
+    made.train(
+        f"""
+        if step == 30:
+            if rank == 1: time.sleep(1000)
+            work = torch.distributed.all_reduce(torch.ones(1), async_op=True)
+            while not work.is_completed(): {pause}
+        """
+    )
+    [suspicious] = made.stalls("suspicious")
+    check(suspicious, ("waits", LOAD[:8]), ("sleeps", LOAD[:8]))
+
+
 def test_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("pass")

@@ -18,11 +18,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 import trainer_runtime as tr
 from trainer_runtime import contract
+from trainer_runtime.agent_events import AgentEvents
 from trainer_runtime.agreement import digest_of_learning_rates, digest_of_parameters
 from trainer_runtime.connections import Connections
 from trainer_runtime.contents import Contents
 from trainer_runtime.dist import join_again, membership
-from trainer_runtime.group_end import GroupEnd
 from trainer_runtime.regroup import Regrouping, enter_group, find_obstacle
 from trainer_runtime.set_up import set_up
 
@@ -101,22 +101,23 @@ def test_a_late_word_of_the_end_of_a_group_does_not_break_the_next_one(monkeypat
     page, descriptor = contract.ControlPage.create("late")
     event = os.eventfd(0, os.EFD_NONBLOCK)
     monkeypatch.setenv(contract.GROUP, "5")
-    group_end = GroupEnd(page, event)
+    events = AgentEvents(page, event)
+    events.begin_group()
     monkeypatch.setenv(contract.GROUP, "6")
-    group_end.begin_group()
+    events.begin_group()
     page.over = 5
     os.eventfd_write(event, 1)
-    assert not wait_until_over(group_end, within_s=0.2)
+    assert not wait_until_over(events, within_s=0.2)
     page.over = 6
     os.eventfd_write(event, 1)
-    assert wait_until_over(group_end, within_s=10.0)
+    assert wait_until_over(events, within_s=10.0)
     os.close(descriptor)
 
 
-def wait_until_over(group_end: GroupEnd, within_s: float) -> bool:
+def wait_until_over(events: AgentEvents, within_s: float) -> bool:
     waiting = threading.Event()
     for _ in range(100):
-        if group_end.is_over:
+        if events.is_over:
             return True
         waiting.wait(within_s / 100)
     return False

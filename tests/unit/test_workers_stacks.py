@@ -129,7 +129,8 @@ def rank() -> Iterator[SimpleNamespace]:
         guardian_pid=os.getpid(),
         exited=None,
         stacks=StacksFile("test"),
-        page=SimpleNamespace(stacks=int(signal.SIGRTMAX)),
+        page=SimpleNamespace(stacks=int(signal.SIGRTMAX), answered=0, unfinished=None),
+        ask_unfinished=lambda: 1,
         process=process,
     )
     yield made

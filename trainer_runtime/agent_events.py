@@ -1,7 +1,8 @@
-"""A thread that waits for the agent's signal that the group is over, and breaks the rank's connections then."""
+"""A thread that the agent wakes: because the rank's group is over, or to learn which collectives are unfinished."""
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import threading
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
 from trainer_runtime.connections import connections
+from trainer_runtime.unfinished import count_unfinished
 
 if TYPE_CHECKING:
     from trainer_runtime.contract import ControlPage
@@ -19,12 +21,14 @@ class GroupOverError(BaseException):
     """The group is over. Not an `Exception`: a script that goes on after one would otherwise do so for ever."""
 
 
-class GroupEnd:
-    """Whether the group of this process is over.
+class AgentEvents:
+    """Waits for the agent's signals, on a thread of its own.
+
+    If the group of this process is over, its connections are broken.
 
     Args:
         page: this rank's control page.
-        event: eventfd that signals a change of `page.over`.
+        event: eventfd that signals a change of `page.over` or `page.question`.
     """
 
     def __init__(self, page: ControlPage, event: int) -> None:
@@ -32,8 +36,9 @@ class GroupEnd:
         self._page = page
         self._event = event
         self._lock = threading.Lock()
-        self.begin_group()
-        threading.Thread(target=self._listen, name="group-end", daemon=True).start()
+        self._group = 0
+        self.is_over = False
+        threading.Thread(target=self._listen, name="agent-events", daemon=True).start()
 
     def begin_group(self) -> None:
         """Note that this process belongs to the group that the environment names, before it joins the group."""
@@ -49,12 +54,20 @@ class GroupEnd:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._event)
             with self._lock:  # a late event must not break the connections of the next group
-                if self._page.over == self._group:
+                if self._group and self._page.over == self._group:
                     self.is_over = True
                     connections.shut_down()
+            number = self._page.question
+            if number != self._page.answered:
+                self._page.answer(number, count_unfinished())
 
 
-def listen_for_group_end(page: ControlPage) -> GroupEnd | None:
-    """Listen from now on; None if this process was not handed the descriptor."""
-    event = os.environ.get(contract.OVER_FD)
-    return None if event is None else GroupEnd(page, int(event))
+@functools.cache
+def _listen(event: int, page: int) -> AgentEvents:
+    return AgentEvents(contract.ControlPage(page), event)
+
+
+def listen_to_agent() -> AgentEvents | None:
+    """Listen from the first call on; None if this process was not handed the descriptors by an agent."""
+    event, page = os.environ.get(contract.OVER_FD), os.environ.get(contract.CONTROL_FD)
+    return None if event is None or page is None else _listen(int(event), int(page))
