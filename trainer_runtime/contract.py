@@ -25,6 +25,10 @@ writer, so an aligned 8-byte store needs no lock:
 | 104 | question | agent | how often it has asked for `unfinished`. Only increases |
 | 112 | unfinished | worker | upper half: question; lower: one more than its unfinished collectives; 0: not known |
 
+Nothing depends on the order in which the other side sees two fields change, which aarch64 does not keep: with an old
+`in_memory` a rank saves a checkpoint, as the others do once it takes no snapshot; an old `replicating_us` is an
+estimate. Where order matters, a message on the channel or a write to an eventfd follows, which keeps it.
+
 A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
 leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave`, or
 `move`, as soon as it asks. With `move` comes the descriptor of another memory for snapshots, if they are taken; the

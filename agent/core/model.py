@@ -148,6 +148,8 @@ class Node(MemberRecord, frozen=True, kw_only=True, dict=True):
     """The last group in which a local rank asked where to begin, so that its script commits and can be handed off."""
     own_s: tuple[Seconds, ...] = ()
     """Seconds of a step that each local rank spends on its own work, without waiting for others. Empty: not known."""
+    step_s: Seconds = 0.0
+    """Seconds of a whole step when `own_s` was measured. 0: not known."""
     is_warming: bool = False
     """Its standby processes are being prepared. Once they are ready, its ranks start much faster."""
     is_set_up: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from agent.core.view import ClusterView
 
@@ -12,6 +13,9 @@ _SLOWER = 1.5
 """How many times the usual time of the others a straggler needs, at least."""
 _AT_LEAST_S = 0.005
 """How much longer than the others a straggler needs, at least."""
+_SAME_PACE = 1.25
+"""The ranks of a group take the same time for a step. Whose last report differs more from the usual one is left out:
+the pace has changed since, and some nodes report that later than others."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,14 @@ def stragglers(view: ClusterView) -> tuple[Straggler, ...]:
     group = view.group.value if view.group is not None else None
     if group is None or not group.node_ranks.keys() <= view.started:
         return ()
+    nodes = view.present
+    usual_s = median_low(sorted(each.value.step_s for each in nodes.values() if each.value.own_s) or (0.0,))
     own: dict[int, tuple[str, float]] = {}
     for who, node_rank in group.node_ranks.items():
-        node = view.present.get(who)
-        for local_rank, own_s in enumerate(node.value.own_s if node is not None else ()):
+        node = nodes.get(who)
+        if node is None or not usual_s / _SAME_PACE <= node.value.step_s <= usual_s * _SAME_PACE:
+            continue
+        for local_rank, own_s in enumerate(node.value.own_s):
             if own_s > 0.0:
                 own[group.first_rank(node_rank) + local_rank] = who.node_id, own_s
     ordered = sorted(own_s for _, own_s in own.values())

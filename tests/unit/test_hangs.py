@@ -200,5 +200,11 @@ def test_a_rank_is_slow_by_what_the_others_need() -> None:
     assert stragglers(ClusterView(1, is_whole=True)) == ()
     assert [each.rank for each in stragglers(view(own_s=(0.1, 0.3, 0.1)))] == [1]
     assert stragglers(view(own_s=(0.0, 0.3, 0.0))) == (), "what the others need is not known"
+    nodes = view(own_s=(0.1, 0.3, 0.1)).nodes
+    late = [
+        replace(each, value=msgspec.structs.replace(each.value, step_s=0.6 if each.value.own_s == (0.3,) else 0.2))
+        for each in nodes
+    ]
+    assert stragglers(replace(view(own_s=(0.1, 0.3, 0.1)), nodes=tuple(late))) == (), "it was slow when all were"
     before = replace(view(own_s=(0.1, 0.3, 0.1)), statuses=statuses(*first_steps(GROUP)[1:]))
     assert stragglers(before) == (), "the times are those of an earlier group"
