@@ -10,6 +10,7 @@ cannot be read are skipped: a container rarely has access to the kernel's log.
 | a GPU failed | `NVRM: Xid` in the kernel's log |
 | a limit of the process was reached | `getrlimit`, and the end of its output |
 | shared memory is full | the file system at /dev/shm, after a SIGBUS |
+| another rank did not take part in a collective | the end of its output |
 
 If the end of the worker's output names a data loader's process, that process is included: the worker ended because of
 it.
@@ -100,6 +101,10 @@ _LIMITS = (
     (resource.RLIMIT_CPU, signal.SIGXCPU, re.compile("(?!)"), "it may compute for no more than {} s (ulimit -t)"),
 )
 """Each limit, with the signal that it raises, the text printed when it is reached, and its description."""
+_TIMED_OUT = re.compile(
+    r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (?:recv|send) operation to complete"
+)
+"""As NCCL's watchdog and gloo say it."""
 _IN_BYTES = (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
 _SHM = "/dev/shm"  # noqa: S108 - it is read, not written
 _SHM_FULL = 0.02
@@ -152,7 +157,7 @@ class ExitCauses:
         if limit:
             return limit
         now_s = time.clock_gettime(time.CLOCK_MONOTONIC)
-        return oom_kill_in(entries, pids) or gpu_error_in(entries, pids, now_s)
+        return oom_kill_in(entries, pids) or gpu_error_in(entries, pids, now_s) or time_out_in(stderr_text)
 
     def _cgroup_kill(self) -> str:
         """Describe the kernel's kill in the worker's cgroup, and the innermost limit that was hit; empty: none."""
@@ -164,6 +169,11 @@ class ExitCauses:
             if hits > hits_before and limit_bytes < _NO_LIMIT_BYTES:
                 return _killed_by_limit(limit_bytes)
         return _OUT_OF_MEMORY
+
+
+def time_out_in(stderr_text: str) -> str:
+    """Describe a collective that another rank did not join in time; empty: none. That rank is the cause."""
+    return "another rank did not take part in a collective in time" if _TIMED_OUT.search(stderr_text) else ""
 
 
 def limit_reached(fatal_signal: int, stderr_text: str) -> str:

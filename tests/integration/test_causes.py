@@ -134,6 +134,19 @@ def test_a_successful_end_has_no_cause(bench: Bench) -> None:
     assert (event.exit_code, event.error, event.traceback, event.why) == (0, "", "", "")
 
 
+def test_a_collective_that_times_out_is_the_fault_of_another_rank(bench: Bench) -> None:
+    bench.script(
+        "import datetime, os, time, torch, torch.distributed as dist\n"
+        "rank = int(os.fork() == 0)\n"
+        "store = dist.FileStore('store', 2)\n"
+        "short = datetime.timedelta(seconds=5)\n"
+        "dist.init_process_group('gloo', store=store, rank=rank, world_size=2, timeout=short)\n"
+        "time.sleep(1000) if rank else dist.all_reduce(torch.ones(1))\n"
+    )
+    event = bench.exited()
+    assert (event.exit_code, event.why) == (1, "another rank did not take part in a collective in time"), event
+
+
 RECORDED = """
 from torch.distributed.elastic.multiprocessing.errors import record
 import os, sys
