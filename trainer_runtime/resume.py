@@ -98,7 +98,8 @@ class DirectoryOpener:
             CheckpointError: without an agent, there are checkpoints but none to resume from.
             AgentGoneError: the agent has exited.
             OSError: without an agent, reading failed.
-            SystemExit: the state cannot be read, which was reported to the agent; or this group is no longer current.
+            SystemExit: the state cannot be read, which was reported to the agent; this group is no longer current; or,
+                with `EXIT_NO_RESTART`, the directory is a file, or in one.
         """
         node = self.node = self._find_node()
         start = self._find_start(node)
@@ -154,6 +155,9 @@ class DirectoryOpener:
         try:
             return self._choose_start(node)
         except (CheckpointError, OSError) as error:
+            if isinstance(error, NotADirectoryError) and not self.committed_step:  # no later try can find one there
+                warn(f"wanted a directory for checkpoints, and {self._directory} is a file, or in one: give another")
+                raise SystemExit(contract.EXIT_NO_RESTART) from error
             what = f"the checkpoint in {self._directory}: {error}"
             self._channel.report_unreadable(what)  # before the other ranks learn of it and exit
             warn(f"cannot read {what}")

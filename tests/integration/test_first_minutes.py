@@ -169,6 +169,27 @@ def test_a_slip_of_the_pen_ends_the_job_after_two_tries_and_is_shown_once_in_eac
     assert "as did every rank, twice in a row; --max_restarts=N tries N times" in done.stderr
 
 
+STATE = """
+import torch
+import trainer_runtime as tr
+tr.init()
+state = tr.State(value=torch.zeros(()))
+for _ in state.epochs(1):
+    state.commit()
+"""
+
+
+def test_a_file_in_place_of_the_directory_of_checkpoints_ends_the_job_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STATE)
+    directory = tmp_path / "train.py" / "checkpoints"
+    done = run(tmp_path, *ALONE, "--nproc_per_node=2", f"--checkpoint_dir={directory}", "train.py")
+    assert done.returncode == 1, done.stderr
+    told = f"wanted a directory for checkpoints, and {directory} is a file, or in one: give another"
+    assert done.stderr.count(told) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "which asks for no restart" in done.stderr
+
+
 SECOND = """
 import os, time
 if os.environ["RANK"] == "0":
