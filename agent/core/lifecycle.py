@@ -189,9 +189,7 @@ def _grace_s(state: AgentState) -> float:
     if state.leaving is not None:
         return 0.0 if state.leaving.is_hurried else state.policy.stop_grace_s
     is_cut_off = state.is_store_lost
-    group, cached = state.group, state.cached
-    is_ending = cached is not None and cached.spec.ending is not None and group is not None and not group.members
-    is_planned = is_ending or (group is not None and group.cause not in ("lost", "failed", "wait"))
+    is_planned = state.group is not None and state.group.cause not in ("lost", "failed", "wait")
     return state.policy.stop_grace_s if is_planned and not is_cut_off else 0.0
 
 
