@@ -60,7 +60,7 @@ def incident_json(incident: Incident) -> dict[str, Any]:
 
 def print_history(incidents: Sequence[Incident], out: TextIO, *, with_phases: bool) -> None:
     """Print incidents as a table, in the given order."""
-    table = Table("group", "when", "cause", "reason")
+    table = Table("group", f"when ({datetime.now().astimezone():%Z})", "cause", "reason")
     phases = _PHASES if with_phases else ()
     for heading in (*phases, "seconds", "replayed"):
         table.add_column(heading, justify="right")
