@@ -33,6 +33,8 @@ from agent.store.access import (
 from agent.store.certificates import issue
 
 _LOOPBACK = "127.0.0.1"
+_JOB_INDEX = "JOB_COMPLETION_INDEX"
+"""Variable that Kubernetes sets in the pods of an Indexed Job."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,11 @@ class Rendezvous:
     ensemble: Ensemble | None = None
     """The etcd that the job's agents bring, and this machine's member of it. None: they bring none."""
     preempted_code: int = 0
-    """Exit code of an agent that a signal has asked to leave. Under Slurm it makes the batch script requeue the job."""
+    """Exit code of an agent that a signal has asked to leave.
+
+    Under Slurm another code than 0 makes the batch script requeue the job. In an Indexed Job of Kubernetes it makes the
+    controller replace the pod: 0 would say that the work of this index is done.
+    """
 
 
 def read_rendezvous(options: dict[str, Any], environ: Mapping[str, str]) -> Rendezvous:
@@ -60,10 +66,20 @@ def read_rendezvous(options: dict[str, Any], environ: Mapping[str, str]) -> Rend
         ConfigError: the options contradict each other, or something is missing.
     """
     given = read_credentials(options)
-    is_specified = given.names_for_other_etcds or any(
+    is_specified = bool(given.names_for_other_etcds) or any(
         options[name] for name in ("job_id", "elastic_server", "ips", "standalone")
     )
     allocation = None if is_specified else read_allocation(environ)
+    is_replaced = allocation is not None or _JOB_INDEX in environ
+    return replace(
+        _read_meeting(options, given, allocation, is_specified=is_specified),
+        preempted_code=EXIT_TIMEOUT if is_replaced else 0,
+    )
+
+
+def _read_meeting(
+    options: dict[str, Any], given: CredentialOptions, allocation: Allocation | None, *, is_specified: bool
+) -> Rendezvous:
     if allocation is not None:
         return _with_allocation(options, given, allocation)
     if options["ips"]:
@@ -103,8 +119,7 @@ def _with_machine_list(options: dict[str, Any], given: CredentialOptions) -> Ren
 
 def _with_allocation(options: dict[str, Any], given: CredentialOptions, allocation: Allocation) -> Rendezvous:
     completed = {**options, "job_id": allocation.job_id, "ctrl_port": options["ctrl_port"] or allocation.port}
-    found = _with_machines(allocation.machines, allocation.own, completed, given)
-    return replace(found, preempted_code=EXIT_TIMEOUT)
+    return _with_machines(allocation.machines, allocation.own, completed, given)
 
 
 def _with_machines(

@@ -61,6 +61,7 @@ _READ = {
     "ELASTIC_AGENT_ETCD_PASSWORD": "Password of `--etcd_user` or, with `--ips`, the secret that the machines share. No "
     "child process inherits it.",
     "CUDA_VISIBLE_DEVICES": "GPUs that the agent may give to its ranks.",
+    "JOB_COMPLETION_INDEX": "Indexed Job of Kubernetes: an agent that a signal asks to leave exits with code 75.",
     "SLURM_JOB_ID": "Slurm: the job is named `slurm-ID`.",
     "SLURM_STEP_ID": "Slurm: the agent is a task of `srun`.",
     "SLURM_STEP_NODELIST": "Slurm: the machines of the job.",

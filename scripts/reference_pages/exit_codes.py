@@ -13,7 +13,8 @@ _AGENT_CODES = {
     "that leaves no room.",
     69: "etcd could not be reached.",
     74: "The job was stopped by `elastic-agent stop`, and steps that only the agents' memory had could not be saved.",
-    75: "`--elastic_timeout` or a command's `--wait` passed, or the agent was asked to leave under Slurm.",
+    75: "`--elastic_timeout` or a command's `--wait` passed, or the agent was asked to leave by a signal under "
+    "Slurm or in an Indexed Job of Kubernetes.",
     76: "Too many restarts without progress (`--max_restarts`).",
     130: "Ctrl-C.",
 }

@@ -228,6 +228,13 @@ def test_an_allocation_of_slurm_s_needs_no_word() -> None:
     assert (meeting.address, meeting.preempted_code, meeting.ensemble.position) == ("127.0.0.2", 75, 2)
 
 
+def test_an_indexed_job_of_kubernetes_replaces_a_node_that_a_signal_asked_to_leave() -> None:
+    """With code 0 its index would count as done."""
+    given = {"job_id": "mine", "elastic_server": "127.0.0.1:1"}
+    assert meet({"JOB_COMPLETION_INDEX": "0"}, **given).preempted_code == 75
+    assert meet({}, **given).preempted_code == 0
+
+
 def test_what_is_given_counts_under_slurm() -> None:
     meeting = meet(TASK, ctrl_port=7000, address="127.0.0.9", np="1:3")
     assert meeting.ensemble is not None
