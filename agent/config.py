@@ -354,6 +354,8 @@ class AgentConfig:
     timing: TimingConfig
     workers: WorkerConfig
     health: HealthConfig = HealthConfig()
+    preemption_notice: tuple[str, ...] = ()
+    """Command that exits with code 0 once this machine is to be preempted. It is repeated until then. Empty: none."""
     credentials: Credentials = ANONYMOUS
     """Certificates and user for the connection to the endpoints."""
     hang: HangConfig = HangConfig()

@@ -127,6 +127,7 @@ def read_node_config(
         events=options["events"],
         facts=Facts.here(script_file(options)).brief,
         health=HealthConfig(parse_command("--health_check", options["health_check"]), options["health_timeout"]),
+        preemption_notice=parse_command("--preemption_notice", options["preemption_notice"]),
     )
 
 

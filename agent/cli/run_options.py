@@ -187,6 +187,12 @@ TOPICS = (
                 help="Time limit of --health_check.",
             ),
             option(
+                "preemption_notice",
+                metavar="COMMAND",
+                help="Command that is repeated until it exits with code 0: this machine is to be preempted. The node "
+                "then leaves as after SIGTERM.",
+            ),
+            option(
                 "handoff_timeout",
                 type=float,
                 default=20.0,

@@ -40,6 +40,7 @@ from agent.runtime.collective import CollectiveRuntime
 from agent.runtime.loop import Inbox
 from agent.runtime.parameter_servers import ParameterServerRuntime
 from agent.runtime.runtime import SIGNALS
+from agent.runtime.stop_requests import StopRequests, noticing_preemption
 from agent.store.api import KeyRange
 from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, decode, jobs_in
@@ -48,8 +49,6 @@ from agent.workers.process import raise_open_files_limit
 
 _RETRY_S = 0.1
 _LOG_EVERY_S = 5.0
-_HANDLED_AS: dict[int, int] = {signal.SIGQUIT: signal.SIGTERM}
-"""Container engines and users of torchrun also send SIGQUIT to ask a job to leave."""
 
 
 def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
@@ -94,14 +93,16 @@ def run_agent(
     raise_open_files_limit()
     keep_children_going()
     inbox = inbox or Inbox[Any]()
+    requests = StopRequests(inbox.put)
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
-            signal.signal(number, lambda number, _frame: inbox.put(ev.StopAsked(_HANDLED_AS.get(number, number))))
+            signal.signal(number, lambda number, _frame: requests.on_signal(number))
     timing = config.timing
     leave_within_s = timing.handoff_timeout_s + timing.lease_ttl_s + timing.stop_grace_s + timing.kill_timeout_s
     member_failure = _EtcdMemberFailure(config, inbox)
     keys = (RoleKeys if config.roles else JobKeys)(config.job.job_id)
     with (
+        noticing_preemption(config.preemption_notice, environ, requests.on_notice),
         watched(config, environ) as page,
         run_member(config.ensemble, member_failure.report, keys, leave_within_s=leave_within_s) as join,
         closing(EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)) as store,

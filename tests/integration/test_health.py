@@ -18,7 +18,7 @@ from waiting import has_ended, wait_for
 from agent.config import HealthConfig, parse_command
 from agent.core.events import Event, HealthChecked
 from agent.core.model import Failure
-from agent.diagnose import health
+from agent.diagnose import commands, health
 from agent.diagnose.health import Health, gpu_query
 from agent.errors import ConfigError
 from agent.runtime.collective import _is_nodes_own
@@ -183,7 +183,7 @@ def test_a_check_that_cannot_be_killed_has_failed_and_is_not_repeated(
 ) -> None:
     """Like a command that waits in the kernel for a driver. Here it is simply not killed."""
     monkeypatch.setattr(os, "killpg", lambda *_args: None)
-    monkeypatch.setattr(health, "_DIES_WITHIN_S", 0.05)
+    monkeypatch.setattr(commands, "_DIES_WITHIN_S", 0.05)
     os.mkfifo(bench.tmp / "go")
     bench.start("echo run >> $PLACE/runs; read line < $PLACE/go", timeout_s=0.2, retry_s=0.05)
     assert bench.trouble() == "did not end within 0.2 s"
