@@ -178,20 +178,31 @@ class FailedRank(Protocol):
         ...
 
 
-def first_failure_output(view: ClusterView, is_on_console: Callable[[str, Failure], bool]) -> str:
-    """Return the first failure of the last group with the end of its standard error, for every node's console.
+def first_failure_of_job(view: ClusterView) -> tuple[str, Failure] | None:
+    """Return the first failure of the last group with ranks, and the name of its node. None: no worker has failed.
 
-    Empty if the failed rank left no output, or `is_on_console(node_id, failure)` says that this console has shown it.
+    A job that fails ends with a group without members. How the ranks before it ended is in that group's incident or, as
+    long as this is not written, in their own reports.
     """
-    group = view.group.value if view.group is not None else None
-    reports = [report for report in view.exits if group is not None and report.group == group.number]
-    first = first_failure(reports if group is None else with_early_end(group, reports))
-    if first is None:
+    if view.group is None:
+        return None
+    group = view.group.value
+    if group.members:
+        first = first_failure(with_early_end(group, view.exits))
+    else:
+        ended = next((each.value.ended for each in reversed(view.backlog.incidents) if each.value.ended), ())
+        if ended:
+            return ended[0].node_id, ended[0].failure
+        last = max((each.group for each in view.backlog.statuses), default=0)
+        first = first_failure([each.exit for each in view.backlog.statuses if each.exit and each.group == last])
+    return (first[0].node_id, first[1]) if first is not None else None
+
+
+def first_failure_output(node_id: str, failure: Failure) -> str:
+    """Return a failure with the end of its standard error, for every node's console. Empty: it left no output."""
+    if not (failure.traceback or failure.tail).strip():
         return ""
-    report, failure = first
-    if not (failure.traceback or failure.tail).strip() or is_on_console(report.node_id, failure):
-        return ""
-    return failure_output(how_it_ended(report.node_id, failure), failure)
+    return failure_output(how_it_ended(node_id, failure), failure)
 
 
 def failure_output(how: str, failed: FailedRank) -> str:

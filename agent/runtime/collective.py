@@ -93,7 +93,9 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         )
         self._named = config.node.node_id
         """What the log calls this node."""
-        self._final_report = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)
+        self._final_report = FinalReport(
+            store, JobKeys(config.job.job_id), self._is_on_console, environ.get("TORCHELASTIC_ERROR_FILE", "")
+        )
         self._is_leaving = False
         self._has_warned_of_endpoints = False
         self._port = PortHold()

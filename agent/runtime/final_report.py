@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import Failure
 from agent.errors import RecordError, StoreUnavailable
-from agent.observe.notices import first_failure_output
+from agent.observe.log import log
+from agent.observe.messages import how_it_ended
+from agent.observe.notices import first_failure_of_job, first_failure_output
 from agent.observe.stderr import standard_error
 from agent.store.api import Store
 from agent.store.keys import JobKeys, view_of
@@ -17,7 +21,7 @@ _Run = Callable[[fx.StoreEffect], ev.WriteAnswered]
 
 
 class FinalReport:
-    """Reads the exit reports from etcd and prints the failure.
+    """Reads the exit reports from etcd and reports the first failure.
 
     The reports are read before this node deregisters: an etcd that the agents bring ends once all nodes have left.
 
@@ -25,15 +29,23 @@ class FinalReport:
         store: has the exit reports of all nodes.
         keys: of the job.
         is_on_console: whether this console has already shown what the worker of a node wrote; it is not repeated.
+        error_file: also gets the failure, as from torchrun with TORCHELASTIC_ERROR_FILE in its own environment: what
+            started the agent, such as TorchX, reads it there. Empty: there is none.
     """
 
     def __init__(
-        self, store: Store, keys: JobKeys, is_on_console: Callable[[str, Failure], bool] = lambda _node_id, _: False
+        self,
+        store: Store,
+        keys: JobKeys,
+        is_on_console: Callable[[str, Failure], bool] = lambda _node_id, _: False,
+        error_file: str = "",
     ) -> None:
         self._is_on_console = is_on_console
+        self._error_file = error_file
         self._store = store
         self._keys = keys
-        self._text = ""
+        self._first: tuple[str, Failure] | None = None
+        """The node and its failure, if the job has failed."""
 
     def before_leaving(self, run: _Run) -> _Run:
         """Wrap the function that carries out effects on the store: read the reports before a `Deregister`."""
@@ -46,11 +58,25 @@ class FinalReport:
         return read_first
 
     def print(self) -> None:
-        """Print the failure, if the job has failed."""
-        if not self._text:
+        """Print the failure and write it to the error file, if the job has failed."""
+        if self._first is None:
             self._read()
-        if self._text:
-            standard_error().write(self._text)
+        if self._first is None:
+            return
+        if not self._is_on_console(*self._first) and (text := first_failure_output(*self._first)):
+            standard_error().write(text)
+        if self._error_file:
+            self._write_file(*self._first)
+
+    def _write_file(self, node_id: str, failure: Failure) -> None:
+        extra = {"py_callstack": failure.traceback or failure.tail, "timestamp": str(int(failure.at))}
+        message = {"message": failure.error or how_it_ended(node_id, failure), "extraInfo": extra}
+        code = failure.exit_code if failure.exit_code is not None else -(failure.signal or 0)
+        try:
+            # In place: a container's termination log is a mount, which cannot be replaced.
+            Path(self._error_file).write_text(json.dumps({"message": message, "errorCode": code}), encoding="utf-8")
+        except OSError as error:
+            log.warning(f"cannot write TORCHELASTIC_ERROR_FILE={self._error_file}", reason=str(error.strerror))
 
     def _read(self) -> None:
         try:
@@ -58,4 +84,4 @@ class FinalReport:
         except (StoreUnavailable, RecordError):
             return
         if view.result is not None and not view.result.value.succeeded:
-            self._text = first_failure_output(view, self._is_on_console)
+            self._first = first_failure_of_job(view)

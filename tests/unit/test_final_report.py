@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from reasons import FINISHED, LOST
-from records import failure
+from records import Run, ended, failure
 from statuses import statuses
 
 from agent.core import effects as fx
@@ -61,3 +64,32 @@ def test_the_failure_is_read_by_a_node_that_leaves_abruptly(
     FinalReport(store, KEYS).print()
     standard_error().flush()
     assert "ValueError: what it was" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_incident_written", [False, True])
+def test_a_job_ends_with_a_group_without_members(
+    store: MemoryStore,
+    capfd: pytest.CaptureFixture[str],
+    is_incident_written: bool,  # noqa: FBT001 - a case
+) -> None:
+    last = Group(run="r", number=2, members=(), cause="failed", reason=LOST, restarts=1, step=0, reached=1)
+    writes: list[Put | Delete] = [Put(KEYS.group, encode(last))]
+    if is_incident_written:
+        run = Run("a")
+        incident = run.add("failed", 5.0, (), ended=(ended("a", 0, tail="ValueError: what it was"), ended("a", 1)))
+        writes += [Put(KEYS.incident(2), encode(incident)), Delete(KEYS.statuses(1), is_prefix=True)]
+    store.transact([], writes)
+    FinalReport(store, KEYS).print()
+    standard_error().flush()
+    assert "ValueError: what it was" in capfd.readouterr().err
+
+
+def test_the_failure_is_left_where_torchrun_leaves_it(store: MemoryStore, tmp_path: Path) -> None:
+    FinalReport(store, KEYS, lambda *_: True, str(tmp_path / "error.json")).print()
+    written = json.loads((tmp_path / "error.json").read_text())
+    message = {
+        "message": "rank 0 on a exited with code 1",
+        "extraInfo": {"py_callstack": "ValueError: what it was", "timestamp": "0"},
+    }
+    assert written == {"message": message, "errorCode": 1}
+    FinalReport(store, KEYS, lambda *_: True, str(tmp_path / "missing" / "error.json")).print()
