@@ -39,8 +39,8 @@ class ConsoleConfig:
     """Streams of the selected ranks that are not shown."""
     tee: Streams = Streams()
     """Streams of other ranks that are shown."""
-    prefix: str = "[rank${rank}]:"
-    """Template of the prefix of each line, as in torchrun. A space follows it. torch's own lines have the same one."""
+    prefix: str = "[rank${rank}]: "
+    """Template of the prefix of each line, as in torchrun. torch's own lines have the same one."""
 
     def streams(self, rank: int, local_rank: int) -> tuple[int, ...]:
         """The streams of a rank that are shown: 1, 2, both or none."""

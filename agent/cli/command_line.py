@@ -39,6 +39,8 @@ from agent.store.access import PASSWORD_VARIABLE
 from agent.workers import devices
 
 _SCRIPT = "SCRIPT [ARGUMENTS]…"
+_DISTINCTIVE = frozenset({"np", "elastic_server", "job_id", "standalone", "nproc_per_node", "max_restarts"})
+"""Options that scripts hardly ever have."""
 _ENVIRON: dict[str, str] = {}
 """The environment that the user gave to the agent, for the workers."""
 _PADDLE_MODULE = os.path.join("agent", "launch.py")  # noqa: PTH118 - as sys.argv[0] ends for `python -m agent.launch`
@@ -63,6 +65,8 @@ def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by na
     options, unused = apply_foreign_options(options, _ENVIRON)
     if unused:
         standard_error().write(f"elastic-agent: warning: {unused}")
+    if passed := _passed_to_script(options):
+        standard_error().write(f"elastic-agent: note: {passed}")
     gpus = devices.choose(options["gpus"], _ENVIRON)
     visible = {devices.VISIBLE: ",".join(gpus)} if gpus else {}
     config = read_config(options, gpus, _ENVIRON)
@@ -125,9 +129,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         arguments = list(sys.argv[1:] if argv is None else argv)
         code = complete(find_command) if VARIABLE in os.environ else _run(arguments)
     except click.NoSuchOption as error:
-        instead = advice(error.option_name)
-        message = f"{error.option_name} is another launcher's: {instead}" if instead else error.format_message()
-        code = _report(message, EXIT_USAGE)
+        code = _report(_unknown_option(error), EXIT_USAGE)
     except click.ClickException as error:
         code = _report(error.format_message(), EXIT_USAGE)
     except ElasticAgentError as error:
@@ -173,12 +175,47 @@ def expand_prefixes(arguments: list[str]) -> list[str]:
 
 def _full_name(prefix: str) -> str | None:
     """The only option with this prefix; None if no option has it."""
-    names = {each.name: name for each in run.params for name in each.opts if name.startswith(prefix)}
+    names = _names_with(prefix)
     if len(prefix) <= len("--") or not names:
         return None
     if len(names) > 1:
         raise ConfigError(f"{prefix} may be {' or '.join(sorted(names.values()))}: say which")
     return next(iter(names.values()))
+
+
+def _names_with(prefix: str) -> dict[str | None, str]:
+    """A spelling with this prefix of each option that has one, by the option's name."""
+    return {each.name: name for each in run.params for name in each.opts if name.startswith(prefix)}
+
+
+def _unknown_option(error: click.NoSuchOption) -> str:
+    """What to write instead of an option that does not exist."""
+    if instead := advice(error.option_name):
+        return f"{error.option_name} is another launcher's: {instead}"
+    near = list(_names_with(error.option_name[:-1]).values())  # --nprocs: only its last letter is too much
+    return f"{error.message} Did you mean {near[0]!r}?" if len(near) == 1 else error.format_message()
+
+
+def _passed_to_script(options: dict[str, Any]) -> str:
+    """Say which options probably stand behind the script by mistake. Empty: none.
+
+    Scripts have options of their own, so this concerns only distinctive names that are given nowhere else. A program
+    (`--no_python`) may be a launcher that has the same ones.
+    """
+    script, *words = options["command"] or ("",)
+    context = click.get_current_context()
+    names = {
+        name
+        for each in context.command.params
+        if each.name in _DISTINCTIVE and context.get_parameter_source(each.name) is ParameterSource.DEFAULT
+        for name in each.opts
+    }
+    before_dashes = words[: words.index("--")] if "--" in words else words
+    found = [word for word in before_dashes if _name_of(word) in names]
+    if not found or options["no_python"]:
+        return ""
+    verb = "are" if len(found) > 1 else "is"
+    return f"{', '.join(found)} {verb} passed to {script}; options of elastic-agent come before the script"
 
 
 def _name_of(word: str) -> str:

@@ -33,6 +33,11 @@ def _bounded(_context: click.Context, _option: click.Parameter, seconds: float |
     return seconds
 
 
+def _refuse_words(_context: click.Context, _argument: click.Parameter, words: tuple[str, ...]) -> None:
+    if words:
+        raise ConfigError(f"scale takes the number of nodes as an option: elastic-agent scale --np={words[0]}")
+
+
 WATCH = click.option("--watch", is_flag=True, help="Show the status again at each change, until the job ends.")
 PHASES = click.option("--phases", is_flag=True, help="Also show how long each phase took.")
 WAIT = click.option(
@@ -44,6 +49,7 @@ WAIT = click.option(
 )
 NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…", shell_complete=_complete_node)
 GROUP = click.argument("group", type=click.IntRange(min=1), required=False)
+NO_WORDS = click.argument("words", nargs=-1, metavar="", expose_value=False, callback=_refuse_words)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -72,7 +78,7 @@ def about_a_job(
 _JOB_OPTION_NAMES = frozenset(parameter.name for parameter in parameters_of(JOB_OPTIONS))
 
 
-@about_a_job("scale", NEW_NP, changes=True)
+@about_a_job("scale", NEW_NP, NO_WORDS, changes=True)
 def scale(target: Target, *, np: str | None, json: bool) -> int:
     """Change the number of nodes of a running job."""
     from agent.operate.changes import scale_job  # noqa: PLC0415 - as above

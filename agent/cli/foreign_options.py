@@ -32,12 +32,16 @@ _PADDLE_REFUSED = {
     "node_ip": "use --address",
     "host": "use --address",
     "elastic_level": "use --fault_tolerance_level",
+    "endpoints": "use --servers",
 }
 _PADDLE_UNUSED = {
     "use_paddlecloud": "POD_IP and the PADDLE_ELASTIC_ variables are always read",
     "started_port": "free ports are taken; --ctrl_port is for the etcd that --ips brings",
     "start_port": "free ports are taken; --ctrl_port is for the etcd that --ips brings",
     "log_level": "each event is logged on one line, once",
+    "log_overwrite": "each group has log files of its own",
+    "sort_ip": "ranks follow the order of --ips",
+    "run_mode": "--servers or --server_num asks for parameter servers",
     "print_config": "--banner prints the configuration",
 }
 _PADDLE_RENDEZVOUS = {"master": "agents meet in etcd", "rank": "the job assigns ranks, by age"}
@@ -72,11 +76,15 @@ _PADDLE = {**_PADDLE_REFUSED, **_PADDLE_UNUSED, **_PADDLE_RENDEZVOUS}
 _TORCHRUN = {**_TORCHRUN_REFUSED, **_TORCHRUN_UNUSED, **_TORCHRUN_RENDEZVOUS}
 ADVICE = {**_PADDLE, **_TORCHRUN}
 """By option: what to use instead, or why it changes nothing."""
+_JOB_NAMES = {"PET_RDZV_ID", "PADDLE_JOB_ID"}
 _GIVEN = f"{__name__}.given"
+_PADDLE_VARIABLES = {"master": "PADDLE_MASTER", "rank": "PADDLE_RANK", "run_mode": "PADDLE_RUN_MODE"}
+"""By option: the variable that Paddle's launcher reads for it, where overlooking it would start another job."""
 
 PADDLE_OPTIONS = frozenset(
     {"--gpus", "--devices", "--ips", "--servers", "--workers"}
     | {"--server_num", "--worker_num", "--heter_workers", "--heter_worker_num", "--heter_devices", "--http_port"}
+    | {"--trainer_num", "--trainers", "--gloo_port"}
     | {f"--{name}" for name in _PADDLE}
 )
 """Options that show that a command line was written for Paddle's launcher. `--elastic_server`, `--np` and `--job_id`
@@ -88,16 +96,20 @@ def _remember(context: click.Context, parameter: click.Parameter, value: object)
     name = parameter.name or ""
     source = context.get_parameter_source(name)
     if value not in {None, False} and source != ParameterSource.DEFAULT:
-        typed = f"PET_{name.upper()}" if source == ParameterSource.ENVIRONMENT else f"--{name}"
+        typed = _variable_of(name) if source == ParameterSource.ENVIRONMENT else f"--{name}"
         context.meta.setdefault(_GIVEN, {})[name] = typed
     return value
+
+
+def _variable_of(name: str) -> str:
+    return _PADDLE_VARIABLES.get(name, f"PET_{name.upper()}")
 
 
 def _option(name: str) -> Callable[[F], F]:
     return click.option(
         f"--{name}",
         name,
-        envvar=[f"PET_{name.upper()}"] if name in _TORCHRUN else None,
+        envvar=[_variable_of(name)] if name in {*_TORCHRUN, *_PADDLE_VARIABLES} else None,
         is_flag=name in _FLAGS,
         default=None,
         hidden=True,
@@ -114,8 +126,8 @@ def apply_foreign_options(options: dict[str, Any], environ: Mapping[str, str]) -
     """Handle the foreign options of the current command line and environment.
 
     Returns:
-        The options, and a warning about those that are not used (empty: none). Where the line only says how torchrun's
-        nodes meet, and is for one node, `standalone` is set.
+        The options, and a warning about those that are not used (empty: none). Where the line is for one node, and only
+        says how the nodes of another launcher meet or names the job by its option, `standalone` is set.
 
     Raises:
         ConfigError: some options ask for something that does not happen here.
@@ -126,9 +138,9 @@ def apply_foreign_options(options: dict[str, Any], environ: Mapping[str, str]) -
     has_place = any(options[name] for name in ("elastic_server", "ips", "standalone"))
     has_place = has_place or (options["job_id"] is None and read_allocation(environ) is not None)
     is_one_node = parse_np(options["np"] or "1")[1] == 1
-    # Variables alone may be meant for another program, but PET_RDZV_ID is torchrun's own name of the job.
-    is_intended = any(given[name].startswith("--") for name in rendezvous) or "PET_RDZV_ID" in environ
-    if rendezvous and not has_place and is_one_node and is_intended:
+    # Variables alone may be meant for another program, unless they also name the job.
+    is_intended = any(given[name].startswith("--") for name in rendezvous) or _is_named_as_elsewhere(options, environ)
+    if not has_place and is_one_node and is_intended:
         options = {**options, "standalone": True}
     refused = [f"{given[name]} is another launcher's: {ADVICE[name]}" for name in sorted(given.keys() & _REFUSED_NAMES)]
     if rendezvous and not has_place and not is_one_node:
@@ -143,6 +155,15 @@ def apply_foreign_options(options: dict[str, Any], environ: Mapping[str, str]) -
     unused += [f"{name} (torchrun has no such option)" for name in unknown]
     unused += [f"{name} ({do})" for name, do in _VARIABLES.items() if environ.get(name, "0") not in {"", "0", "false"}]
     return options, f"not used: {'; '.join(unused)}" if unused else ""
+
+
+def _is_named_as_elsewhere(options: dict[str, Any], environ: Mapping[str, str]) -> bool:
+    """Whether the job has its name by another launcher's option, with which one node needs nothing to meet at."""
+    line: list[str] = click.get_current_context().obj or []
+    typed = {word.partition("=")[0].replace("-", "_") for word in line[: len(line) - len(options["command"])]}
+    if "__rdzv_id" in typed or options["job_id"] is None:
+        return options["job_id"] is not None
+    return options["job_id"] in {environ.get(name) for name in _JOB_NAMES}
 
 
 def advice(option: str) -> str | None:

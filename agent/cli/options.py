@@ -134,12 +134,12 @@ ETCD_ACCESS = (
 JOB_ID = option(
     "job_id",
     "--rdzv_id",
-    env=("PADDLE_ELASTIC_JOB_ID", "PET_RDZV_ID"),
+    env=("PADDLE_ELASTIC_JOB_ID", "PADDLE_JOB_ID", "PET_RDZV_ID"),
     shell_complete=_complete_job,
     metavar="ID",
     help="Name of the job, the same on all of its nodes.",
 )
-_NP_VARIABLES = ("PADDLE_ELASTIC_NP", "PET_NNODES")
+_NP_VARIABLES = ("PADDLE_ELASTIC_NP", "PADDLE_NNODES", "PET_NNODES")
 NP = option(
     "np",
     "--nnodes",

@@ -45,13 +45,14 @@ TOPICS = (
             NP,
             option(
                 "nproc_per_node",
-                env=("PET_NPROC_PER_NODE",),
+                env=("PET_NPROC_PER_NODE", "PADDLE_NPROC_PER_NODE"),
                 metavar="N|gpu|cpu|auto",
                 default_text="one per GPU, else 1",
                 help="Number of ranks on this node.",
             ),
             option(
                 "ips",
+                env=("PADDLE_IPS",),
                 metavar="IP,…",
                 help="All machines of a job without an etcd. Give the same list on each machine; up to three "
                 "of them run one for the job.",
@@ -94,7 +95,7 @@ TOPICS = (
         (
             option(
                 "max_restarts",
-                env=("PET_MAX_RESTARTS",),
+                env=("PET_MAX_RESTARTS", "PADDLE_MAX_RESTART"),
                 type=int,
                 default=10,
                 metavar="N",
@@ -312,7 +313,7 @@ TOPICS = (
         (
             option(
                 "log_dir",
-                env=("PET_LOG_DIR",),
+                env=("PET_LOG_DIR", "PADDLE_LOG_DIR"),
                 default="log",
                 metavar="DIR",
                 help="Directory for the output of the ranks, one file per rank and group.",
@@ -379,6 +380,7 @@ TOPICS = (
             option(
                 "gpus",
                 "--devices",
+                env=("PADDLE_DEVICES",),
                 metavar="0,1",
                 default_text="all",
                 help="GPUs to use, of those in CUDA_VISIBLE_DEVICES if that is set.",
@@ -397,7 +399,13 @@ TOPICS = (
         "Parameter servers",
         (
             option("server_num", type=_POSITIVE, metavar="N", help="Number of parameter servers, all on this machine."),
-            option("worker_num", type=_POSITIVE, metavar="N", help="Number of their workers, all on this machine."),
+            option(
+                "worker_num",
+                "--trainer_num",
+                type=_POSITIVE,
+                metavar="N",
+                help="Number of their workers, all on this machine.",
+            ),
             option(
                 "heter_worker_num",
                 type=_POSITIVE,
@@ -409,7 +417,7 @@ TOPICS = (
                 metavar="IP:PORT,…",
                 help="Parameter servers on several machines. Give the same list on each machine.",
             ),
-            option("workers", metavar="IP[:PORT],…", help="Their workers, by machine."),
+            option("workers", "--trainers", metavar="IP[:PORT],…", help="Their workers, by machine."),
             option("heter_workers", metavar="IP[:PORT],…", help="Workers that get the GPUs, by machine."),
             option("heter_devices", metavar="KIND", default_text="gpu", help="Device that the --heter_workers have."),
             option(
@@ -421,6 +429,7 @@ TOPICS = (
             ),
             option(
                 "http_port",
+                "--gloo_port",
                 type=_PORT,
                 metavar="PORT",
                 help="Port on which the workers meet in a process group, if the script makes one.",

@@ -199,13 +199,9 @@ def _command(place: RankPlace, facts: JobFacts, config: AgentConfig, environ: Ma
         env=build_environment(environ, place, facts, log_path),
         cwd=workers.cwd,
         log_path=log_path,
-        console_prefix=_prefix(workers.console.prefix, names) if streams else None,
+        console_prefix=Template(workers.console.prefix).safe_substitute(names) if streams else None,
         console_streams=streams,
         cpus=config.node.cpus_of(place.local_rank),
         stdin=workers.stdin_of(place.rank, place.group.world_size),
         has_peers=place.group.world_size > 1,
     )
-
-
-def _prefix(template: str, names: Mapping[str, str]) -> str:
-    return f"{Template(template).safe_substitute(names)} " if template else ""

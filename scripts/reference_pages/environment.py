@@ -81,6 +81,7 @@ _READ = {
     "_ELASTIC_AGENT_COMPLETE": "Set by the script for shell completion.",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "Where incidents are sent as traces, if the OpenTelemetry SDK is installed.",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "The same, for traces only.",
+    "TORCHELASTIC_ERROR_FILE": "File that gets the first failure of a failed job, as from torchrun.",
     "FLAGS_check_nan_inf": "Paddle's: not used; a warning names the alternative.",
 }
 """Descriptions of variables that the agent reads beside those of options."""

@@ -40,7 +40,7 @@ def options_page() -> str:
         arguments = [each for each in command.params if isinstance(each, click.Argument)]
         metavars = [each.make_metavar(click.Context(command)) for each in arguments]
         lines = [line.strip() for line in inspect.cleandoc(command.help or "").splitlines()]
-        parts += [f"### `{' '.join(['elastic-agent', name, *metavars])}`\n", "\n".join(lines) + "\n"]
+        parts += [f"### `{' '.join(['elastic-agent', name, *filter(None, metavars)])}`\n", "\n".join(lines) + "\n"]
         own = _own_options(command)
         parts += [_options_table(own)] if own else []
         if "server_num" in {each.name for each in command.params}:

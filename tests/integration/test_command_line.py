@@ -292,6 +292,7 @@ MISTAKES = [
     ("scale --np=2", 2, "no live job at 127.0.0.1:2379"),
     ("scale --np=2 --job_id=nope", 2, "no job 'nope' at 127.0.0.1:2379; jobs there: none"),
     ("scale --job_id=X", 2, "scale needs the new number of nodes"),
+    ("scale 2 --job_id=X", 2, "scale takes the number of nodes as an option: elastic-agent scale --np=2"),
     ("scale --np=0", 2, "--np must be N or MIN:MAX with 1 <= MIN <= MAX"),
     ("scale --np=many", 2, "not 'many'"),
     ("scale --np=2 --elastic_server=127.0.0.1:9", 69, "(etcd at 127.0.0.1:9 did not answer: Connection refused): give"),
@@ -338,6 +339,7 @@ MISTAKES = [
     ("pause", 2, "no live job at 127.0.0.1:2379"),
     ("--job_id=X --console_ranks=first train.py", 2, "--console_ranks must be ranks"),
     ("--job_id=X --max_restartz=1 train.py", 2, "--max_restarts"),
+    ("--job_id=X --nprocs=2 train.py", 2, "No such option '--nprocs'. Did you mean '--nproc_per_node'?"),
     (
         "--job_id=X --hang=1 train.py",
         2,

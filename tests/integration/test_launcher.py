@@ -54,6 +54,7 @@ LINES = [
     # 5.4: nproc_per_node with GPUs, and without
     ("elastic-agent --gpus=0,1,2,3 --nproc_per_node=2 train.py", {}, [("0,1,2,3", "0,1"), ("0,1,2,3", "2,3")]),
     ("elastic-agent --nproc_per_node=2 train.py", {"CUDA_VISIBLE_DEVICES": ""}, [("", None), ("", None)]),
+    ("python -m agent.launch train.py", {"PADDLE_DEVICES": "0,1", "PADDLE_NPROC_PER_NODE": "1"}, [("0,1", "0,1")]),
     # torchrun's way to the same
     ("elastic-agent --standalone --nnodes=1 --nproc-per-node=gpu train.py", {}, [(None, None)] * 4),
     ("elastic-agent train.py", {"PET_NPROC_PER_NODE": "2", "PET_STANDALONE": "1"}, [(None, None)] * 2),

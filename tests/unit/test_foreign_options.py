@@ -20,7 +20,7 @@ def read(line: str, **environ: str) -> Said:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
-        with command_line.run.make_context("elastic-agent", arguments, obj=arguments) as context:
+        with command_line.run.make_context("elastic-agent", list(arguments), obj=arguments) as context:
             return apply_foreign_options(dict(context.params), environ)
 
 
@@ -51,6 +51,14 @@ def test_one_node_with_a_given_rendezvous_address_needs_no_etcd() -> None:
     assert not options["standalone"], "it may be set for another program"
     options, _ = read("train.py", PET_RDZV_BACKEND="c10d", PET_RDZV_ID="7")
     assert (options["standalone"], options["job_id"]) == (True, "7")
+    for name in ("PET_RDZV_ID", "PADDLE_JOB_ID"):
+        options, _ = read("train.py", **{name: "7"})
+        assert (options["standalone"], options["job_id"]) == (True, "7")
+    options, _ = read("--rdzv-id=7 train.py")
+    assert (options["standalone"], options["job_id"]) == (True, "7")
+    for line in ("--job_id=7 train.py --rdzv_id=7", "--rdzv_id=7 --np=1:2 train.py", "--rdzv_id=7 --ips=a,b train.py"):
+        options, _ = read(line)
+        assert not options["standalone"], line
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}
     options, _ = read("--rdzv_backend=c10d train.py", **slurm)
     assert not options["standalone"], "Slurm tells the nodes"
@@ -81,6 +89,40 @@ def test_the_same_goes_for_torchrun_s_variables() -> None:
     )
     with pytest.raises(ConfigError, match="PET_SHUTDOWN_TIMEOUT is another launcher's: use --stop_grace"):
         read("t.py", PET_SHUTDOWN_TIMEOUT="3")
+
+
+def test_newer_names_of_paddle_s_launcher() -> None:
+    options, warning = read("--server_num=1 --trainer_num=2 --gloo_port=7 --run_mode=ps --log_overwrite=1 t.py")
+    assert (options["worker_num"], options["http_port"]) == (2, 7)
+    assert "--run_mode (--servers or --server_num asks for parameter servers)" in warning
+    assert read("--trainers=a,b t.py")[0]["workers"] == "a,b"
+    with pytest.raises(ConfigError, match="--endpoints is another launcher's: use --servers"):
+        read("--endpoints=a:1 t.py")
+    options, warning = read(
+        "t.py", PADDLE_NNODES="1", PADDLE_MAX_RESTART="3", PADDLE_LOG_DIR="l", PADDLE_JOB_ID="x", PADDLE_MASTER="h:1"
+    )
+    assert (options["np"], options["max_restarts"], options["log_dir"], options["job_id"]) == ("1", 3, "l", "x")
+    assert (options["standalone"], warning) == (True, "not used: PADDLE_MASTER (agents meet in etcd)")
+    with pytest.raises(ConfigError, match="PADDLE_MASTER is another launcher's: agents meet in etcd"):
+        read("t.py", PADDLE_NNODES="2", PADDLE_MASTER="h:1")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("t.py --np=2", "--np=2 is passed to t.py; options of elastic-agent come before the script"),
+        ("t.py --max-restarts 3 --np=2", "--max-restarts, --np=2 are passed to t.py; options of elastic-agent come"),
+        ("--nnodes=1 t.py --np=2", ""),
+        ("t.py --lr=1 --gpus=2 --tee=3", ""),
+        ("t.py -- --np=2", ""),
+        ("--no-python mpirun --np=2", ""),
+    ],
+)
+def test_an_option_of_ours_behind_the_script_is_noted(line: str, found: str) -> None:
+    with command_line.run.make_context("elastic-agent", line.split(), obj=line.split()) as context:
+        passed = command_line._passed_to_script(context.params)
+    assert passed.startswith(found)
+    assert bool(passed) == bool(found)
 
 
 @pytest.mark.parametrize(
