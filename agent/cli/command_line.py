@@ -202,7 +202,7 @@ def _passed_to_script(options: dict[str, Any]) -> str:
     Scripts have options of their own, so this concerns only distinctive names that are given nowhere else. A program
     (`--no_python`) may be a launcher that has the same ones.
     """
-    script, *words = options["command"] or ("",)
+    words: list[str] = list(options["command"])
     context = click.get_current_context()
     names = {
         name
@@ -210,12 +210,12 @@ def _passed_to_script(options: dict[str, Any]) -> str:
         if each.name in _DISTINCTIVE and context.get_parameter_source(each.name) is ParameterSource.DEFAULT
         for name in each.opts
     }
-    before_dashes = words[: words.index("--")] if "--" in words else words
-    found = [word for word in before_dashes if _name_of(word) in names]
+    own = words[1 : words.index("--")] if "--" in words else words[1:]
+    found = [word for word in own if _name_of(word) in names]
     if not found or options["no_python"]:
         return ""
     verb = "are" if len(found) > 1 else "is"
-    return f"{', '.join(found)} {verb} passed to {script}; options of elastic-agent come before the script"
+    return f"{', '.join(found)} {verb} passed to {words[0]}; options of elastic-agent come before the script"
 
 
 def _name_of(word: str) -> str:

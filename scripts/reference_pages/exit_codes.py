@@ -18,6 +18,39 @@ _AGENT_CODES = {
     76: "Too many restarts without progress (`--max_restarts`).",
     130: "Ctrl-C.",
 }
+_FOR_SCHEDULERS = (
+    ("0", "no", "The job has finished, an operator has stopped it, or the others continue without this node."),
+    ("2", "no", "The same line would end in the same way: somebody must change something first."),
+    ("69", "yes, later", "etcd was away. The job continues from its newest checkpoint."),
+    ("74", "no", "An operator has stopped the job."),
+    ("75", "yes", "The nodes were taken away (Slurm), or too few were there for `--elastic_timeout`."),
+    ("76", "no", "It was tried `--max_restarts` times without progress."),
+    ("129, 130", "no", "Somebody has ended this agent, by SIGHUP or Ctrl-C."),
+    ("137, with restarts allowed", "yes", "The agent itself was killed: out of memory, or with its container or node."),
+    (
+        "1, and all others",
+        "no",
+        "A worker's failure that was not to be tried again: `--max_restarts=0`, a mistake in the script, or code 93.",
+    ),
+)
+"""Code, whether to start the job again, and why."""
+_RULE = """\
+So start the job again after 69 and 75, and after the agent was killed. An agent has already made the restarts that may
+help within its allocation, so no other code asks for one.
+
+- **A job that has ended is recorded as ended in an etcd that outlives it**, also after 75 by `--elastic_timeout`:
+  agents that are started again exit at once with the same code. Run `elastic-agent reset --yes` before. No reset is
+  needed after agents were asked to leave, or with an etcd that they bring (`--standalone`, `--ips`, Slurm).
+- **Slurm.** The code of `srun` is the highest of its tasks: one that was killed (137) hides a 75.
+  `deploy/slurm/train.sbatch` requeues after 75.
+- **Kubernetes.** In a Job, `podFailurePolicy` takes the codes: the action `FailJob`, with `onExitCodes` `NotIn` 69, 75,
+  137, 143 (not tried on a cluster). A StatefulSet starts its pods again after any code.
+- **NVIDIA's resiliency extension** (in August 2026). Its `ft_launcher` exits with 93 (`--ft-no-restart-exit-code`) if
+  the job must not be started again, since restarts made no progress or its analysis says so, and with 1 after any other
+  failure, also after `--max-restarts`; what to do then is up to the scheduler. Here 93 is a code of
+  workers, and the agent never exits with it: the rule *not after 93* becomes *only after 69, 75 and 137*.
+- **torchrun** exits with 1 after every failure of a worker.
+"""
 
 
 def exit_codes_page() -> str:
@@ -48,6 +81,9 @@ def exit_codes_page() -> str:
         "killed it, and 1 if the code is one of these. An agent that SIGINT or SIGHUP has ended exits with 128 + "
         "signal.\n",
         table(("code", "meaning", "name"), rows),
+        "## For schedulers: whether to start the job again\n",
+        table(("code", "again?", "because"), [tuple(map(cell, row)) for row in _FOR_SCHEDULERS]),
+        _RULE,
         "## Of a worker\n",
         "With these a script can tell the agent what to do.\n",
         table(("code", "meaning", "name"), worker_rows),

@@ -1,7 +1,7 @@
 """What torch's own launcher tests assert of a command line, of `elastic-agent` in place of torchrun.
 
-They are test/distributed/launcher/test_run.py and launch_test.py, and test/distributed/elastic/multiprocessing, in
-torch 2.13. docs/migrating.md lists their assertions, with what differs here.
+They are test/distributed/launcher and test/distributed/elastic/multiprocessing. docs/migrating.md lists their
+assertions, with what differs here.
 """
 
 from __future__ import annotations
@@ -108,6 +108,14 @@ def test_what_torch_refuses_is_refused(tmp_path: Path, line: str, environ: dict[
     done = launch(tmp_path, f"elastic-agent {line}", **environ)
     assert (done.returncode, words in done.stderr) == (2, True), done.stderr
     assert not (tmp_path / "seen").exists()
+
+
+def test_a_script_may_get_its_local_rank_as_an_argument(tmp_path: Path) -> None:
+    """As from torch.distributed.launch, which adds it by itself."""
+    line = "elastic-agent --nproc-per-node=2 --no_python sh -c 'exec python train.py --local-rank=$LOCAL_RANK'"
+    done = launch(tmp_path, line)
+    assert done.returncode == 0, done.stderr
+    assert [each["argv"] for _, each in sorted(seen(tmp_path).items())] == [["--local-rank=0"], ["--local-rank=1"]]
 
 
 def test_options_behind_the_script_are_its_own_and_noted(tmp_path: Path) -> None:
