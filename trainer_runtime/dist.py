@@ -23,6 +23,7 @@ from trainer_runtime.rank_store import open_rank_store, ranks_key
 from trainer_runtime.sealed_store import SealedStore
 from trainer_runtime.set_up import set_up
 from trainer_runtime.stacks import register_stack_dump, stacks_descriptor
+from trainer_runtime.torch_names import describe_missing
 from trainer_runtime.wrapping import record_wrapping
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def init(timeout_s: float = 600.0) -> None:
         torch.distributed.DistError: the other ranks did not join within `timeout_s`.
     """
     _register_stack_dump()
+    missing = describe_missing()
+    if missing:
+        warn(missing)
     record_wrapping()
     set_up.watch()
     if not dist.is_initialized():

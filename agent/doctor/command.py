@@ -47,6 +47,7 @@ def _examine(config: AgentConfig, environ: Mapping[str, str], script: Path | Non
 
 def _check_this_machine(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from local_checks.examine(config.node.address, config.node.ips, environ)
+    yield local_checks.torch_names(environ)
     yield _etcd_program(config)
     yield _gpus(config, environ)
 

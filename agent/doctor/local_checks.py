@@ -6,6 +6,8 @@ import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,10 +15,14 @@ import psutil
 
 from agent.doctor.facts import Finding
 from agent.node_facts import is_loopback
+from agent.workers.environment import without_secrets
+from trainer_runtime.torch_names import TESTED
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is read, not written
 _LEAST_SHARED_BYTES = 1 << 30
 _LEAST_DESCRIPTORS = 4096
+_IMPORTS_WITHIN_S = 120.0
+_INSTALL_TORCH = f"pip install torch=={TESTED[-1]}"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _BRIDGE = re.compile(r"docker\d*|br-[0-9a-f]{12}|virbr\d+|cni\d+|podman\d+|lxcbr\d+|lxdbr\d+")
 """Interfaces to containers and virtual machines on this machine; others do not reach them."""
@@ -128,6 +134,28 @@ def descriptors(soft: int, hard: int) -> Finding:
     return Finding(
         about, f"the limit is {soft}" + (f", which a process may raise to {hard}" if 0 < soft < hard else "")
     )
+
+
+def torch_names(environ: Mapping[str, str]) -> Finding:
+    """Check that torch can be imported, and that it has the private names that `trainer_runtime` uses.
+
+    The agent's process never imports torch, so another one does, which takes some seconds.
+    """
+    about = "torch"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "trainer_runtime.torch_names"],
+            env=without_secrets(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORTS_WITHIN_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(about, f"cannot be imported within {_IMPORTS_WITHIN_S:g} s", "put it on a faster disk")
+    found = (done.stdout or done.stderr).strip().rpartition("\n")[2] or f"ended with code {done.returncode}"
+    return Finding(about, found, _INSTALL_TORCH if done.returncode else "")
 
 
 def host_name(name: str) -> Finding:
