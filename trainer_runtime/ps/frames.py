@@ -312,8 +312,8 @@ class FrameConnection:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    # numpy arrays are buffers, although their types declare it only from Python 3.12 on
-    return memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")  # type: ignore[arg-type]
+    array: Any = tensor.numpy()  # a buffer, although its type declares that only from Python 3.12 on
+    return memoryview(array).cast("B") if tensor.numel() else memoryview(b"")
 
 
 def dial(endpoint: tuple[str, int], timeout_s: float, context: ssl.SSLContext | None) -> FrameConnection:
