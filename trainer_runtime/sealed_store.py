@@ -105,8 +105,8 @@ class SealedStore(Base):
 
     def clone(self) -> SealedStore:
         """Return a store with a connection of its own."""
-        store = self._store.clone()  # type: ignore[attr-defined] # missing from torch's types
-        made = SealedStore(store, self._key, self._timeout, has_counters=self._has_counters)
+        store: Any = self._store  # torch 2.13 has no type for `clone`
+        made = SealedStore(store.clone(), self._key, self._timeout, has_counters=self._has_counters)
         self._clones.append(made)  # C++ holds no reference to it
         return made
 
