@@ -23,6 +23,7 @@ from trainer_runtime import contract
 from trainer_runtime.agent_channel import Move, milestones, open_channel
 from trainer_runtime.agent_events import GroupOverError, listen_to_agent
 from trainer_runtime.checkpoint import warn
+from trainer_runtime.commit_hooks import CommitHooks
 from trainer_runtime.connections import connections
 from trainer_runtime.contents import Contents
 from trainer_runtime.dist import is_main, membership, open_control_page
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from trainer_runtime.snapshots import SnapshotTaker
 
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
+    CommitHook = TypeVar("CommitHook", bound=Callable[[int, dict[str, float]], object])
     RegroupHook = TypeVar("RegroupHook", bound=Callable[[int, int], object])
 
 Item = TypeVar("Item")
@@ -139,6 +141,7 @@ class State:
             raise ValueError(f"wanted keep of at most {contract.MAX_KEEP} under an agent, got {keep}")
         self._save_hooks: list[Callable[[Path], object]] = []
         self._load_hooks: list[Callable[[Path], object]] = []
+        self._commit_hooks = CommitHooks()
         self._has_restored = False
         """The group has begun from a saved state."""
         self._saver: Saver | None = None  # set by `restore`, as are the next two
@@ -211,6 +214,28 @@ class State:
         if self._saver is not None:
             raise RuntimeError("on_load comes too late: register it before state.restore() or state.epochs()")
         self._load_hooks.append(hook)
+        return hook
+
+    def on_commit(self, hook: CommitHook, *, every: int = 10) -> CommitHook:
+        """Register a function that logs the metrics of every n-th step; can be used as a decorator.
+
+        It runs on rank 0 within `commit`, before the step is saved, so what it has written when it returns is not lost
+        with the process. After a failure the steps since the last save are made again, and it is called for them again,
+        in a group of another number (`state.group`). It must not use collectives, because the other ranks do not take
+        part. If it raises an error, this is printed and training continues.
+
+        Args:
+            hook: function of the step and the metrics that `commit` was given, as numbers. Reading those that are
+                tensors waits for the device.
+            every: it is called at the steps that are multiples of this, at least 1.
+
+        Raises:
+            ValueError: `every` is less than 1.
+        """
+        if every < 1:
+            raise ValueError(f"wanted every of at least 1, got {every}")
+        self._commit_hooks.add(hook, every)
+        self._pos.due = min(self._pos.due, self._pos.step + 1)
         return hook
 
     def restore(self) -> None:
@@ -443,13 +468,13 @@ class State:
     def commit(self, **metrics: float | torch.Tensor) -> None:
         """End a step. Call it on every rank, once per item or group of items, after all of its optimizer steps.
 
-        If neither a save nor a snapshot is due this takes about a microsecond: no system call, no collective, no device
-        synchronization. Before a snapshot, a rank with a large part of a sharded model waits until the next node has
+        If no save, snapshot or function of `on_commit` is due, this takes about a microsecond: no system call, no
+        collective, no device synchronization. Before a snapshot, a rank with a large part of a sharded model waits until the next node has
         its part of the last one, if that is late.
 
         Args:
             **metrics: numbers, or tensors with one element, that describe the step; a checkpoint of the step has them
-                in its manifest. A tensor is read only when a checkpoint is written.
+                in its manifest, and functions of `on_commit` get them. A tensor is read only then.
 
         Raises:
             TypeError: something in this State could not be loaded back; the message has its name. At the first commit.
@@ -548,6 +573,7 @@ class State:
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel
             self._channel.report_first_step(pos.step)
             self._channel.release_restored_snapshot()
+        self._commit_hooks.call(self._group, pos.step, pos.metrics)
         # At once, if the last group missed one.
         is_save_due = pos.step // self._save_every > pos.last_due // self._save_every
         is_saved_here = is_save_due and saver.writes_copies
@@ -555,7 +581,7 @@ class State:
         if is_save_due:
             pos.last_due = self._saved_step = pos.step
             saver.save_if_free(capture=snapshot)
-        pos.due = (pos.step // self._save_every + 1) * self._save_every
+        pos.due = min((pos.step // self._save_every + 1) * self._save_every, self._commit_hooks.next_due(pos.step))
         if self._snapshots is not None:
             pos.due = min(pos.due, self._snapshots.due)
 
@@ -574,6 +600,7 @@ class State:
             return False
         if not self._handoff.should_stop_after(self._pos.step, self._prepare_handoff):
             return False
+        self._commit_hooks.call(self._group, self._pos.step, self._pos.metrics)
         self._handled_handoff = number
         self._saved_step = self._pos.step
         self._regroup.report(self._sources)

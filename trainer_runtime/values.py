@@ -345,8 +345,8 @@ def _describe_tensor(shape: torch.Size | None, dtype: torch.dtype | None) -> str
     return f"a tensor of shape {tuple(shape or ())} and {str(dtype).removeprefix('torch.')}"
 
 
-def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | None]:
-    """Return metrics in a form that JSON can hold: None for values that are not finite.
+def as_floats(metrics: dict[str, float | torch.Tensor]) -> dict[str, float]:
+    """Return metrics as numbers; this waits for the devices of those that are tensors.
 
     Raises:
         TypeError: a metric is not a number; the message has its name.
@@ -354,11 +354,19 @@ def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | No
     numbers = {}
     for name, value in metrics.items():
         try:
-            number = float(value.item() if isinstance(value, torch.Tensor) else value)
+            numbers[name] = float(value.item() if isinstance(value, torch.Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"commit({name}=...) wants a number or a tensor of one, got {value!r}") from error
-        numbers[name] = number if math.isfinite(number) else None
     return numbers
+
+
+def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | None]:
+    """Return metrics in a form that JSON can hold: None for values that are not finite.
+
+    Raises:
+        TypeError: as `as_floats`.
+    """
+    return {name: number if math.isfinite(number) else None for name, number in as_floats(metrics).items()}
 
 
 def _find_refused(path: str, value: object) -> tuple[str, object] | None:

@@ -125,6 +125,66 @@ def test_without_a_next_group_training_goes_on(
     assert [asked["copy"]["step"] for asked in agent.asked] == [3]
 
 
+def test_every_nth_step_is_logged_once_with_its_metrics_as_numbers(tmp_path: Path) -> None:
+    logged: list[tuple[int, dict[str, float]]] = []
+    state = tr.State(checkpoint_dir=tmp_path, save_every=7, best=0.0)
+    state.on_commit(lambda step, metrics: logged.append((step, metrics)), every=3)
+    state.restore()
+    for step in range(1, 11):
+        state.commit(loss=torch.tensor(float(step)), rate=float("inf"))
+    assert logged == [(step, {"loss": float(step), "rate": float("inf")}) for step in (3, 6, 9)]
+
+
+def test_a_log_that_is_registered_later_begins_there(tmp_path: Path) -> None:
+    logged: list[int] = []
+    state = tr.State(checkpoint_dir=tmp_path, save_every=100, best=0.0)
+    state.restore()
+    for step in range(1, 11):
+        if step == 5:
+            state.on_commit(lambda step, _metrics: logged.append(step), every=2)
+        state.commit()
+    assert logged == [6, 8, 10]
+
+
+def test_a_log_that_fails_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tr.State(checkpoint_dir=tmp_path, save_every=100, best=0.0)
+    logged: list[int] = []
+
+    @state.on_commit
+    def fail(_step: int, _metrics: dict[str, float]) -> None:
+        raise OSError("no space")
+
+    state.on_commit(lambda step, _metrics: logged.append(step))
+    state.restore()
+    for _ in range(20):
+        state.commit()
+    assert (state.step, logged) == (20, [10, 20])
+    printed = capsys.readouterr().err
+    assert printed.count("Traceback") == 1
+    assert printed.count("and training goes on: no space\n") == 2
+
+
+def test_a_log_wants_at_least_one_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="wanted every of at least 1, got 0"):
+        tr.State(checkpoint_dir=tmp_path, best=0.0).on_commit(print, every=0)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_step_that_is_saved_for_a_handoff_is_logged_before_once(
+    agent: FakeAgent, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch, *, is_over: bool
+) -> None:
+    """Nobody makes that step again, so nobody else would log it."""
+    agent.is_over = is_over
+    if not is_over:
+        monkeypatch.setenv(contract.HANDOFF_WAIT_S, "0.2")
+    state = tr.State(save_every=100, leave_on_handoff=False, best=0.0)
+    logged: list[tuple[int, int]] = []
+    state.on_commit(lambda step, _metrics: logged.append((step, len(agent.asked))), every=3)
+    train_until_asked(state, page, at=3)
+    assert logged[0] == (3, 0)
+    assert [step for step, _ in logged] == ([3] if is_over else [3, 6, 9])
+
+
 @pytest.mark.usefixtures("agent")
 def test_under_an_agent_a_second_state_ends_the_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
