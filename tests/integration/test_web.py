@@ -5,13 +5,18 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -341,6 +346,52 @@ def test_the_last_event_is_the_end(tmp_path: Path) -> None:
     subprocess.run(argv, cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=PATIENCE_S)
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (told[-1]["event"], told[-1]["state"]) == ("ended", "succeeded")
+
+
+@pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="jq or curl is not installed")
+def test_the_documented_webhook_receives_incidents_and_the_end(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "page.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```bash\n(tail .*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(
+        "import pathlib, trainer_runtime as tr\n"
+        "tr.init()\n"
+        "state = tr.State(best=0.0, save_every=1)\n"
+        "for _ in state.epochs(1):\n"
+        "    for item in state.steps(range(3)):\n"
+        "        state.commit()\n"
+        "        if item == 1 and state.group == 1: raise ValueError('once')\n"
+    )
+    received: list[str] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:  # the name is http.server's
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+    (tmp_path / "events.jsonl").touch()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server, ExitStack() as ends:
+        Thread(target=server.serve_forever).start()
+        ends.callback(server.shutdown)
+        command = lines.replace("https://hooks.example.com/mine", f"http://127.0.0.1:{server.server_port}")
+        sender = subprocess.Popen(["bash", "-c", command], cwd=tmp_path, start_new_session=True)
+        ends.callback(sender.wait)
+        ends.callback(os.killpg, sender.pid, signal.SIGKILL)
+        tail = wait_for(
+            lambda: next((each for each in psutil.Process(sender.pid).children() if each.name() == "tail"), None),
+            PATIENCE_S,
+            "tail runs",
+        )
+        wait_for(
+            lambda: any(each.path.endswith("events.jsonl") for each in tail.open_files()), PATIENCE_S, "tail follows"
+        )
+        argv = [sys.executable, "-m", "agent", "--standalone", "--job_id=told", "--events=events.jsonl", "train.py"]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(argv, cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=PATIENCE_S)
+        wait_for(lambda: len(received) >= 2, PATIENCE_S, "both messages")
+    assert len(received) == 2
+    assert re.fullmatch(r"told: rank 0 on \S+ exited with code 1 \(ValueError: once\)", received[0])
+    assert received[1] == "told: the only rank finished in group 2"
 
 
 def test_a_flood_leaves_the_training_and_the_probes_alone(served: Served) -> None:
