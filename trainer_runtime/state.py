@@ -469,8 +469,8 @@ class State:
         """End a step. Call it on every rank, once per item or group of items, after all of its optimizer steps.
 
         If no save, snapshot or function of `on_commit` is due, this takes about a microsecond: no system call, no
-        collective, no device synchronization. Before a snapshot, a rank with a large part of a sharded model waits until the next node has
-        its part of the last one, if that is late.
+        collective, no device synchronization. Before a snapshot, a rank with a large part of a sharded model waits
+        until the next node has its part of the last one, if that is late.
 
         Args:
             **metrics: numbers, or tensors with one element, that describe the step; a checkpoint of the step has them

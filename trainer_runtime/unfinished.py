@@ -20,7 +20,6 @@ def count_unfinished() -> int | None:
     """
     torch_c10d = sys.modules.get("torch._C._distributed_c10d")
     dump: Callable[[bool, bool], bytes] | None = getattr(torch_c10d, "_dump_fr_trace_json", None)
-    dump = dump or getattr(torch_c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return None
     try:
