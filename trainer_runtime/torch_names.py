@@ -46,7 +46,9 @@ NAMES = (
     TorchName("torch", "UntypedStorage._cdata", "State cannot save"),
     TorchName("torch", "_foreach_copy_", "no snapshots"),
     TorchName(
-        "torch._C._distributed_c10d", "_dump_fr_trace_json", "a rank that waits in its own code may be blamed for a hang"
+        "torch._C._distributed_c10d",
+        "_dump_fr_trace_json",
+        "a rank that waits in its own code may be blamed for a hang",
     ),
     TorchName("torch._C._dynamo.guards", "TensorGuards", "snapshots take longer"),
     TorchName("torch.amp", "GradScaler._per_optimizer_states", "no change of group within State.run with GradScaler"),
