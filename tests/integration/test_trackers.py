@@ -135,7 +135,8 @@ def test_a_process_that_moves_between_groups_logs_each_step_once(job: Callable[.
             await_step(directory, group=2, step=31)
             assert (directory / "pid.0").read_text() == first
             second = (directory / "pid.1").read_text()
-            cluster.nodes["a"].terminate()
+            leaving = next(node["node_id"] for node in cluster.status()["nodes"] if 0 in node["ranks"])
+            cluster.nodes[leaving].terminate()
             await_step(directory, group=3, step=0)
             assert (directory / "pid.0").read_text() == second
         cluster.finish()
