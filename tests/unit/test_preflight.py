@@ -82,10 +82,10 @@ try:
 except ConfigError as error:
     print(error)
 """
-    path = str(Path(__file__).parents[2])
-    said = subprocess.run(
-        [sys.executable, "-c", asks], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    # -P: Python 3.13.0 cannot import modules if the removed directory is in its path, as it is of `-c` only
+    line = [sys.executable, "-P", "-c", asks]
+    said = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)
     assert said.stdout == "the working directory has been removed: change to one that is there\n"
     require_directory()
 

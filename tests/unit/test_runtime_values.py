@@ -110,7 +110,7 @@ class Mine:
         (Mine(), r"value: .* got .*Mine;"),
         (lambda: 0, r"value: .* got builtins.function;"),
         (Fraction(1, 2), r"value: .* got fractions.Fraction;"),
-        ({"a": [1, {"path": Path()}]}, r"value\['a'\]\[1\]\['path'\]: .* got pathlib.PosixPath;"),
+        ({"a": [1, {"path": Path()}]}, r"value\['a'\]\[1\]\['path'\]: .* got pathlib\.(_local\.)?PosixPath;"),
         ([torch.ones(1), (Mine(),)], r"value\[1\]\[0\]: .* got .*Mine;"),
         (defaultdict(int, a=1), r"value: .* got collections.defaultdict;"),
         ({Mine(): 1}, r"value: .* got builtins.dict;"),
