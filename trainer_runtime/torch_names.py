@@ -17,8 +17,8 @@ from importlib import import_module
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-TESTED = ("2.13.0", "2.14.1")
-"""Versions of torch with which all quick tests pass."""
+TESTED = ("2.13.0", "2.14.1", "2.15.0")
+"""Versions of torch with which the quick tests pass (docs/testing.md)."""
 
 
 class TorchName(NamedTuple):
