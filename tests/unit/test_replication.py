@@ -15,9 +15,9 @@ from waiting import wait_for
 import trainer_runtime as tr
 from trainer_runtime import contract, restoring, snapshots
 from trainer_runtime import state as state_
+from trainer_runtime.agent_events import GroupOverError
 from trainer_runtime.capture.capturing import Capturer
 from trainer_runtime.contract import ControlPage
-from trainer_runtime.group_end import GroupOverError
 from trainer_runtime.replication import Replication, open_replication
 from trainer_runtime.snapshot_page import create_memory
 
