@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -43,6 +44,10 @@ class _Membership:
         """Of the collectives, as given to `init`."""
         self.is_by_init = False
         """The process group was opened by `init`, and not by the script."""
+        self.hook_before: object = None
+        """The hook for uncaught exceptions before the last process group was opened. None: none was."""
+        self.hook: object = None
+        """That hook with torch's around it."""
         self.is_alone = False
         """The process sets up in a world of its own, before it enters its group at `State.run`."""
 
@@ -85,6 +90,16 @@ def init(timeout_s: float = 600.0) -> None:
         milestones.note_joined()
 
 
+@contextlib.contextmanager
+def _one_excepthook() -> Iterator[None]:
+    """Let torch add the rank to tracebacks once: it does so in each `init_process_group`, around the hook before."""
+    if sys.excepthook is membership.hook:
+        sys.excepthook = membership.hook_before  # type: ignore[assignment]
+    membership.hook_before = sys.excepthook
+    yield
+    membership.hook = sys.excepthook
+
+
 def join_again() -> None:
     """Join the process group of the group that the environment names now, after leaving another one."""
     membership.is_alone = False
@@ -106,13 +121,14 @@ def _join(timeout_s: float) -> None:
         backend = _agree_on_backend(SealedStore(store, key) if key else store, rank_, world)
         if key and backend == "gloo":  # threads of NCCL use theirs while the interpreter may be held
             store = SealedStore(store, key, timeout, has_counters=True)
-        with connections.recorded():
+        with connections.recorded(), _one_excepthook():
             dist.init_process_group(backend, store=store, rank=rank_, world_size=world, timeout=timeout)
         _hold_with_group(store)
     else:
         with _gloo_on_loopback():
             store = dist.HashStore()  # type: ignore[attr-defined] # public, but missing from torch's types
-            dist.init_process_group(_own_backend(), store=store, rank=0, world_size=1, timeout=timeout)
+            with _one_excepthook():
+                dist.init_process_group(_own_backend(), store=store, rank=0, world_size=1, timeout=timeout)
     destroy_group_at_exit()
 
 

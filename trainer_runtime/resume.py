@@ -129,7 +129,8 @@ class DirectoryOpener:
         if self._found is None:
             warn(f"resumed at step {step} from memory")
             return
-        warn(f"resumed at step {step} from {self._directory / self._found.stem}")
+        other = "" if self._found.run == self._run else " (written by another run; --fresh begins at step 0)"
+        warn(f"resumed at step {step} from {self._directory / self._found.stem}{other}")
         extra = files_of(self._directory, self._found) / EXTRA
         if not hooks or not exists(extra):
             return

@@ -190,8 +190,8 @@ TOPICS = (
             option(
                 "preemption_notice",
                 metavar="COMMAND",
-                help="Command that is repeated until it exits with code 0: this machine is to be preempted. The node "
-                "then leaves as after SIGTERM.",
+                help="Command, run without a shell, that is repeated until it exits with code 0: this machine is to be "
+                "preempted. The node then leaves as after SIGTERM.",
             ),
             option(
                 "handoff_timeout",

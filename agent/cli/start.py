@@ -18,6 +18,7 @@ from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import Result
+from agent.core.reasons import JobOver
 from agent.doctor import local_checks
 from agent.errors import (
     EXIT_STORE,
@@ -121,7 +122,10 @@ def run_agent(
             standard_error().write(banner.arguments(dict(config.shown_options)))
         threading.Thread(target=_check_machine, args=(config, environ), name="doctor", daemon=True).start()
         if not brings_etcd and config.ensemble is None:
-            return daemon.run()
+            code = daemon.run()
+            if isinstance(daemon.end, JobOver) and daemon.end.state == "failed" and not daemon.end.was_over:
+                log.info("elastic-agent reset lets the job continue from its newest checkpoint, if any")
+            return code
         with keep_records(_known_job(config), config.credentials) as codes:
             codes.append(daemon.run())
         return codes[-1]
@@ -177,7 +181,7 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox[Any]) ->
             now = time.monotonic()
             if now >= log_at:
                 log_at = now + _LOG_EVERY_S
-                log.info(f"waiting for etcd since {now - began_at:.0f} s", reason=_waiting_reason(config, error))
+                log.info(f"waiting for etcd for {now - began_at:.0f} s", reason=_waiting_reason(config, error))
             if now >= give_up_at:
                 raise _timeout_error(config, elastic_timeout_s, error) from None
         else:

@@ -9,9 +9,9 @@ The reason is in the spec, so a later leader continues.
   Then the newest steps are only in the memory of agents. Each agent reports which snapshots it holds, once its ranks
   have ended. The leader chooses the newest one that an agent holds in full, and names the agent in the restore point.
   That agent saves it (`last_checkpoint.py`).
-- If that agent is lost, another group without members is formed, so that all report anew.
-- The job ends once the checkpoint is committed, the agent has reported that it could not save, or there is nothing to
-  save.
+- If that agent is lost, or reports that it could not save, another group without members is formed, so that all report
+  anew, and another agent saves.
+- The job ends once the checkpoint is committed, no agent is left that could save, or there is nothing to save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from agent.core import lineage
 from agent.core.gathering import Gathering
 from agent.core.handoff import PlannedChange, are_ranks_quiesced
-from agent.core.model import Group, RestorePoint
+from agent.core.model import Group
 from agent.core.proposals import Plan, node_ids
 from agent.core.reasons import EndingReason, Finished, GaveUp, NotRetried, ProcessesLeft, Requested, Waiting
 
@@ -79,26 +79,18 @@ class Ending(Gathering):
         if isinstance(reason, Requested):
             step = saved.step if saved is not None else 0
             unsaved = msgspec.structs.replace(reason, node_ids=tuple(sorted(holders)), saved=step)
-        if begun is not None and begun.group == group.number:
-            return self._await(group, begun, reason, unsaved)
-
         found = {who: lineage.choose([copies], last, committed, run) for who, copies in held.items()}
-        whole = {who: copy for who, copy in found.items() if copy is not None and copy != saved}
+        failed = {each.identity for each in self.view.statuses if each.has_failed_to_save}
+        whole = {who: copy for who, copy in found.items() if copy is not None and copy != saved and who not in failed}
+        if begun is not None and begun.group == group.number and begun.saver is not None:
+            is_saving = begun.saver in self.view.present and begun.saver not in failed
+            if (saved is None or saved != begun.copy) and (is_saving or whole):
+                waiting = Plan(None, Waiting(what="save", node_ids=(begun.saver.node_id,)))
+                return waiting if is_saving else self._form_without_members(group, reason)
+            whole = {}
         if not whole:
             return self.write_result(unsaved)
         saver = max(sorted(whole), key=lambda who: lineage.age(whole[who], run))
         restore_point = lineage.follow(group.number, whole[saver], last, committed, run)
         named = msgspec.structs.replace(restore_point, saver=saver)
         return Plan(named, Waiting(what="save", node_ids=(saver.node_id,)))
-
-    def _await(self, group: Group, begun: RestorePoint, reason: EndingReason, unsaved: EndingReason) -> Plan:
-        """Wait for the agent that saves."""
-        saver = begun.saver
-        assert saver is not None  # noqa: S101 - named in every restore point of a group without members
-        committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
-        has_failed = any(each.identity == saver and each.has_failed_to_save for each in self.view.statuses)
-        if has_failed or (committed is not None and committed.copy == begun.copy):
-            return self.write_result(unsaved)
-        if saver not in self.view.present:
-            return self._form_without_members(group, reason)
-        return Plan(None, Waiting(what="save", node_ids=(saver.node_id,)))

@@ -49,8 +49,8 @@ def decide(state: AgentState, now: float) -> fx.SaveSnapshot | None:
 
 
 def has_failed(state: AgentState, now: float) -> bool:
-    """Whether this agent was asked to save what its memory holds before the job ends, and could not."""
-    if state.saving is None or not _is_named(state):
+    """Whether this agent was asked to save what its memory holds, and could not."""
+    if state.saving is None:
         return False
     until = give_up_at(state)
     return state.is_save_over or (until is not None and now >= until)

@@ -159,7 +159,8 @@ def _transition(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,
-        stopped_s=workers.started_at - observed.seen_at,
+        # A process that set up the script for its first group had no other to wait for.
+        stopped_s=workers.started_at - observed.seen_at if workers.before or workers.ended_before else 0.0,
         before=workers.before.step if workers.before is not None else None,
         before_group=workers.before.group if workers.before is not None else 0,
         ended=workers.ended_before,

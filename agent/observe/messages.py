@@ -227,9 +227,7 @@ def _not_retried(reason: NotRetried) -> str:
 def _job_over(reason: JobOver) -> str:
     how = f"{reason.state}: {describe(reason.result)}"
     if reason.was_over:
-        again = "start it over with --fresh"
-        if reason.state != "succeeded":
-            again = "elastic-agent reset lets it continue from its newest checkpoint, if any; --fresh starts it over"
+        again = "elastic-agent reset lets it continue from its newest checkpoint, if any; --fresh starts it over"
         return f"job {reason.job_id} is finished ({how}); {again}"
     return "; ".join(filter(None, (f"job {reason.job_id} {how}", reason.summary)))
 

@@ -241,8 +241,9 @@ def _lines(status: JobStatus) -> list[Text]:
     sizes = f"np {status.np}  group {status.group}  world size {status.world_size}"
     because = f"cause of this group: {status.cause}" if status.cause else ""
     is_stopping = status.stopped_by and status.exit_code is None
+    tries = f"  restarts without progress before this group {status.restarts}" if status.exit_code is None else ""
     lines = (
-        f"{sizes}  restarts without progress before this group {status.restarts}",
+        f"{sizes}{tries}",
         status.incident or because,
         *status.slow,
         f"a step takes {duration(status.step_s)}" if status.step_s else "",

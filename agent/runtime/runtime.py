@@ -14,6 +14,7 @@ from typing import Generic
 
 from agent.config import AgentConfig
 from agent.core.effects import Exit
+from agent.core.reasons import LeaveReason
 from agent.observe import banner
 from agent.observe.log import log
 from agent.observe.messages import describe_exit
@@ -43,6 +44,8 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s)
         self._outages = EtcdOutageNotice(lambda: self._client.outage, lambda what, why: log.warning(what, reason=why))
         self._has_started = False
+        self.end: LeaveReason | str = ""
+        """Why the agent has ended."""
 
     def run(self) -> int:
         """Run the agent until its end, and return its exit code."""
@@ -77,6 +80,7 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
         """End the workers and all threads. May be called before `_begin` came to its end."""
 
     def _report_end(self, ended: Exit) -> None:
+        self.end = ended.reason
         if ended.code == 0:
             log.info(describe_exit(ended))
         else:

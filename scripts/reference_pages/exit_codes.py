@@ -43,8 +43,9 @@ help within its allocation, so no other code asks for one.
   needed after agents were asked to leave, or with an etcd that they bring (`--standalone`, `--ips`, Slurm).
 - **Slurm.** The code of `srun` is the highest of its tasks: one that was killed (137) hides a 75.
   `deploy/slurm/train.sbatch` requeues after 75.
-- **Kubernetes.** In a Job, `podFailurePolicy` takes the codes: the action `FailJob`, with `onExitCodes` `NotIn` 69, 75,
-  137, 143 (not tried on a cluster). A StatefulSet starts its pods again after any code.
+- **Kubernetes.** `deploy/kubernetes/jobset.yaml` has these rules as a `podFailurePolicy`
+  ([kubernetes.md](../kubernetes.md#exit-codes); not tried on a cluster). It also starts a pod again after 1, 2, 139 and
+  143, a few times: one pod alone may be at fault. A StatefulSet starts its pods again after any code.
 - **NVIDIA's resiliency extension** (in August 2026). Its `ft_launcher` exits with 93 (`--ft-no-restart-exit-code`) if
   the job must not be started again, since restarts made no progress or its analysis says so, and with 1 after any other
   failure, also after `--max-restarts`; what to do then is up to the scheduler. Here 93 is a code of

@@ -194,7 +194,7 @@ def test_a_module_and_a_program_can_be_run(host: Host) -> None:
 def test_a_finished_job_stays_finished(host: Host) -> None:
     assert host.run("elastic-agent --job_id=X train.py")[0] == 0
     code, output = host.run("elastic-agent --job_id=X train.py")
-    assert (code, "start it over with --fresh" in output) == (0, True)
+    assert (code, "--fresh starts it over" in output) == (0, True)
     code, output = host.run("elastic-agent --job_id=X --fresh train.py")
     assert (code, "rank 0 of 1" in output) == (0, True)
 

@@ -203,7 +203,7 @@ def test_an_agent_that_starts_while_etcd_is_full_waits_for_room(tmp_path: Path) 
             with pytest.raises(StoreUnavailable, match="space exceeded"):
                 fill(store)
             node = job.join("a", "1")
-            waits = "waiting for etcd since", "space exceeded"
+            waits = "waiting for etcd for", "space exceeded"
             wait_for(lambda: all(word in node.text() for word in waits), PATIENCE_S, f"a wait; {job.log_text()}")
             compact_etcd(member.endpoint, store.read(()).revision)
         for command in ("defrag", "alarm disarm"):

@@ -192,7 +192,10 @@ SENTENCES: list[tuple[Reason, str]] = [
     ),
     (
         JobOver(job_id="j", state="succeeded", result=FINISHED, summary="no incidents", was_over=True),
-        "job j is finished (succeeded: all 2 ranks finished in group 1); start it over with --fresh",
+        (
+            "job j is finished (succeeded: all 2 ranks finished in group 1); elastic-agent reset lets it "
+            "continue from its newest checkpoint, if any; --fresh starts it over"
+        ),
     ),
     (
         JobOver(job_id="j", state="stopped", result=Requested(what="stop", by="me"), summary="", was_over=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import socket
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from trainer_runtime.agent_events import AgentEvents
 from trainer_runtime.agreement import digest_of_learning_rates, digest_of_parameters
 from trainer_runtime.connections import Connections
 from trainer_runtime.contents import Contents
-from trainer_runtime.dist import join_again, membership
+from trainer_runtime.dist import _one_excepthook, join_again, membership
 from trainer_runtime.regroup import Regrouping, enter_group, find_obstacle
 from trainer_runtime.set_up import set_up
 
@@ -112,6 +113,22 @@ def test_a_late_word_of_the_end_of_a_group_does_not_break_the_next_one(monkeypat
     os.eventfd_write(event, 1)
     assert wait_until_over(events, within_s=10.0)
     os.close(descriptor)
+
+
+def test_torchs_hook_for_exceptions_is_around_the_scripts_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each group would add its rank to the lines of a traceback."""
+
+    def own(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", own)
+    for _ in range(3):
+        with _one_excepthook():
+            assert sys.excepthook is own
+            monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # as torch's `init_process_group`
+    monkeypatch.setattr(sys, "excepthook", other := lambda *_: None)
+    with _one_excepthook():
+        assert sys.excepthook is other, "the script has set another one since"
 
 
 def wait_until_over(events: AgentEvents, within_s: float) -> bool:

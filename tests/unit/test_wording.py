@@ -398,7 +398,10 @@ def ended(**changed: object) -> ev.ViewChanged:
             NEW,
             ended(),
             0,
-            "job job is finished (succeeded: all 2 ranks finished in group 1); start it over with --fresh",
+            (
+                "job job is finished (succeeded: all 2 ranks finished in group 1); elastic-agent reset lets it "
+                "continue from its newest checkpoint, if any; --fresh starts it over"
+            ),
         ),
         (RAN, ended(), 0, "job job succeeded: all 2 ranks finished in group 1"),
         (RAN, ended(summary="no incidents"), 0, "job job succeeded: all 2 ranks finished in group 1; no incidents"),
