@@ -25,7 +25,7 @@ RUNS = {
     "micro": (("micro",), {"micro": 22}),
     "lost": (("lost",), {"lost": 3}),
     "store": (("store",), {"store": 10}),
-    "meet": (("meet",), {"meet": 3, "stay": 11}),
+    "meet": (("meet",), {"meet": 3, "stay": 15}),
     "turns": (("turns",), {"turns": 5}),
     "ps-wire": (("ps", "--parts=wire"), {"ps_wire": 8}),
     "ps-rates": (("ps", "--parts=rates"), {"ps_rates": 4}),
