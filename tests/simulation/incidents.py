@@ -22,6 +22,7 @@ from simulation.etcd import KEYS, LATE_S
 from agent.core.incident import GroupChange, Incident, TransitionReport
 from agent.core.member_status import MemberStatus
 from agent.store.api import KeyChange
+from agent.store.job_writer import _INCIDENTS
 from agent.store.keys import encode
 
 if TYPE_CHECKING:
@@ -106,9 +107,15 @@ class Incidents:
         self._groups[group.number] = group
 
     def missing(self, until: float) -> list[str]:
-        """What is not recorded of groups that had a successor by then, or whose ranks had all made a step."""
+        """What is not recorded of groups that had a successor by then, or whose ranks had all made a step.
+
+        Older incidents than those that are kept are deleted.
+        """
         found = []
+        kept_from = max(self._changes, default=0) - _INCIDENTS + 1
         for number, change in self._changes.items():
+            if number < kept_from:
+                continue
             incident = self._cluster.etcd.record(KEYS.incident(number), Incident)
             reports = [self._stepped.get((number, each.node_id), math.inf) for each in change.members]
             have_all_stepped = bool(reports) and max(reports) <= until
