@@ -24,6 +24,7 @@ def count_unfinished() -> int | None:
         return None
     try:
         entries: list[Mapping[str, Any]] = json.loads(dump(True, False)).get("entries", [])
-    except (ValueError, TypeError, RuntimeError):  # another version's form
+        unfinished = [each for each in entries if not each.get("retired", True) and not each.get("is_p2p", False)]
+    except (AttributeError, ValueError, TypeError, RuntimeError):  # another version's form
         return None
-    return sum(not each.get("retired", True) and not each.get("is_p2p", False) for each in entries) if entries else None
+    return len(unfinished) if entries else None

@@ -42,7 +42,7 @@ def live_spec(store: Store, keys: JobKeys) -> SpecView:
     """Read a job's spec. Raises `ConfigError` if the job has ended."""
     view = view_of(store.read(keys.whole()), keys, is_whole=True)
     if view.spec is not None and view.result is not None and view.result.value.is_reset:
-        raise ConfigError(f"job {keys.job_id!r} was reset: the agents that start its next run say what it is to be")
+        raise ConfigError(f"job {keys.job_id!r} was reset: the agents that start its next run choose its options")
     if view.spec is None or view.result is not None:
         raise ConfigError(f"job {keys.job_id!r} has ended: there is nothing to change")
     return SpecView(view.spec.value, view)

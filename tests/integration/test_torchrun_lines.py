@@ -190,7 +190,7 @@ def test_streams_of_some_ranks_are_shown_and_all_are_in_files(tmp_path: Path, op
 
 
 def test_a_script_that_always_fails_is_tried_as_often_as_asked_for(tmp_path: Path) -> None:
-    """Each try has its number. The end is told where torchrun tells what started it."""
+    """Ranks learn how often they were restarted; the agent's own error file gets the failure that ends the job."""
     (tmp_path / "bad.py").write_text(
         "import os\n"
         "from pathlib import Path\n"

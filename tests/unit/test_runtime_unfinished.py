@@ -35,7 +35,16 @@ def test_what_is_recorded_is_counted(
     assert count_unfinished() == count
 
 
-@pytest.mark.parametrize("recorder", [SimpleNamespace(), SimpleNamespace(_dump_fr_trace_json=lambda *_: b"\x80")])
+@pytest.mark.parametrize(
+    "recorder",
+    [
+        SimpleNamespace(),
+        *(
+            SimpleNamespace(_dump_fr_trace_json=lambda *_, text=text: text)
+            for text in (b"\x80", b"[]", b'{"entries": [1]}')
+        ),
+    ],
+)
 def test_another_version_of_torch_is_no_error(monkeypatch: pytest.MonkeyPatch, recorder: SimpleNamespace) -> None:
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
     assert count_unfinished() is None
