@@ -50,7 +50,8 @@ def decide(state: AgentState, now: float) -> fx.SaveSnapshot | None:
 
 def has_failed(state: AgentState, now: float) -> bool:
     """Whether this agent was asked to save what its memory holds, and could not."""
-    if state.saving is None:
+    committed = state.view.checkpoint if state.view is not None else None
+    if state.saving is None or (committed is not None and committed.value.copy == state.saving):
         return False
     until = give_up_at(state)
     return state.is_save_over or (until is not None and now >= until)
