@@ -10,7 +10,7 @@ from agent.core import events as ev
 from agent.core.backoff import doubled_s, spread
 from agent.core.member_status import WrittenStatus
 from agent.core.model import Result
-from agent.core.observations import Restart, follow, observe
+from agent.core.observations import Outage, Restart, follow, observe
 from agent.core.reasons import AskedToEnd, JobOver, NodeIdTaken
 from agent.core.state import AgentState, Leaving
 from agent.core.view import ClusterView
@@ -37,7 +37,7 @@ def apply_event(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
         case ev.WriteAnswered():
             return _on_answered(state, event, now)
         case ev.LeaseRenewed(until):
-            return replace(state, lease_until=until)
+            return replace(_note_late_renewal(state, now), lease_until=until)
         case ev.LinkChanged():
             return replace(state, links=neighbours.note_link(state.links, event, now, state.me.timing.link_heartbeat_s))
         case ev.InventoryChanged(copies):
@@ -82,7 +82,9 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     elif is_back:  # everything was read again after the outage had begun
         state = replace(state, settled_revision=view.revision)
     if is_back:
-        state = replace(state, is_store_lost=False, outage_ended_at=now)
+        state = _note_outage_end(replace(state, is_store_lost=False), view.revision, now)
+    else:
+        state = _note_late_renewal(state, now)
     seen = observe(state.seen, view, now, is_back=is_back) if view.is_whole else follow(state.seen, view, now)
     restart = state.seen.restart
     if state.view is None and any(node.value.node_id == state.node_id for node in view.nodes):
@@ -91,23 +93,48 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     state = replace(
         state,
         view=view,
-        seen=replace(seen, outage_ended_at=state.outage_ended_at, restart=restart),
+        seen=replace(seen, restart=restart),
         leaderless_since=None if view.leader is not None else state.leaderless_since or now,
     )
-    if had_place and state.registered is None:
-        state = _note_lost_place(state, now)
     if not should_start_over(state, view):
         state = _remember(state, view, now, is_other_history=is_older or is_back)
+    if had_place and state.registered is None:
+        state = _note_outage_end(_note_lost_place(state, now), view.revision, now)
     if view.result is not None and state.leaving is None and not should_start_over(state, view):
         return replace(state, leaving=_leave_ended_job(state, view.result.value))
     return state
 
 
+def _note_late_renewal(state: AgentState, now: float) -> AgentState:
+    """Take it for the end of an outage if etcd has not renewed the lease of this agent for half of its length.
+
+    etcd was away perhaps, for hardly longer than a lease, so that no request has failed. Then leases of others may have
+    ended, too, although those live.
+    """
+    lease_ttl_s = state.policy.lease_ttl_s
+    if state.view is None or state.registered is None or state.lease_until is None:
+        return state
+    is_late = now >= state.lease_until - lease_ttl_s / 2
+    # Once in a lease length: or else a lost member would be waited for as long as all renewals are late.
+    is_noted = state.outage is not None and now < state.outage.ended_at + lease_ttl_s
+    return _note_outage_end(state, state.view.revision, now) if is_late and not is_noted else state
+
+
+def _note_outage_end(state: AgentState, revision: int, now: float) -> AgentState:
+    """From now on, members whose leases have ended have time to return."""
+    outage = Outage(now, revision)
+    return replace(state, outage=outage, seen=replace(state.seen, outage=outage, came_since_outage=frozenset()))
+
+
 def _note_lost_place(state: AgentState, now: float) -> AgentState:
-    """The lease has ended. Whoever loses it again and again waits, so that an overloaded etcd gets less to do."""
+    """The lease has ended. Whoever loses it again and again waits, so that an overloaded etcd gets less to do.
+
+    A member waits for a part of a lease length at most: later it would be taken for lost, which makes more work.
+    """
     is_again = state.place_lost_at is not None and now < state.place_lost_at + _LOST_AGAIN_WITHIN_S
     lost = state.places_lost + 1 if is_again else 1
-    wait_s = doubled_s(_FIRST_WAIT_S, lost - 2, _LONGEST_WAIT_S) * spread(state.incarnation) if lost > 1 else 0.0
+    longest_s = state.policy.lease_ttl_s / 4 if state.is_member else _LONGEST_WAIT_S
+    wait_s = doubled_s(_FIRST_WAIT_S, lost - 2, longest_s) * spread(state.incarnation) if lost > 1 else 0.0
     return replace(state, places_lost=lost, place_lost_at=now, register_at=now + wait_s)
 
 
@@ -199,7 +226,7 @@ def held_until(state: AgentState) -> float | None:
     """Until when an agent on another host that holds our node id has renewed its lease, if it is alive."""
     if state.holder is None or state.holder.is_alive is not None:
         return None
-    since = max(state.held_since, state.outage_ended_at or state.held_since)  # etcd renews all leases as it starts
+    since = max(state.held_since, state.outage.ended_at if state.outage else 0.0)  # etcd renews all leases as it starts
     return since + _HOLDER_LEASES * state.policy.lease_ttl_s
 
 

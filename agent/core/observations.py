@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from agent.core.cached_records import lost_data
@@ -20,6 +21,15 @@ class Restart:
     revision: int
     at: float
     """When it came."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """The end of a time in which etcd may have renewed no lease, so that leases of nodes that live have ended."""
+
+    ended_at: float
+    revision: int
+    """Of the view at that time."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +68,10 @@ class Observations:
     """Since when there have been enough nodes for a larger group."""
     data_lost_since: float | None = None
     """Since when a node has published cached records, because etcd has lost data."""
-    ever_seen: frozenset[Identity] = frozenset()
-    """All nodes that were ever seen."""
-    outage_ended_at: float | None = None
-    """When etcd was last seen again after an outage."""
+    came_since_outage: frozenset[Identity] = frozenset()
+    """Each node that has registered since the last outage, whether it is still there or not."""
+    outage: Outage | None = None
+    """The last outage of etcd, or what may have been one. None: there was none."""
     restart: Restart | None = None
     """None: this agent is the first one under its node id, as far as it knows."""
     read_at: float | None = None
@@ -82,7 +92,7 @@ class Observations:
 def follow(seen: Observations, view: ClusterView, now: float) -> Observations:
     """Note when the group appeared. An agent that does not lead needs nothing else of a view in case it leads later."""
     number = _number(view)
-    return Observations(group=number, not_before=_not_before(seen, number, now))
+    return Observations(group=number, not_before=_not_before(seen, number, now), outage=seen.outage)
 
 
 def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool = False) -> Observations:
@@ -104,7 +114,8 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
     return Observations(
         nodes=seen.nodes if seen.nodes.keys() == here else {who: seen.nodes.get(who, now) for who in here},
         data_lost_since=(seen.data_lost_since or now) if has_lost else None,
-        ever_seen=seen.ever_seen | new if new else seen.ever_seen,
+        outage=seen.outage,
+        came_since_outage=seen.came_since_outage | _since_outage(seen, view, new) if new else seen.came_since_outage,
         read_at=seen.read_at,
         group=number,
         group_since=now if is_new else seen.group_since,
@@ -122,6 +133,13 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
             HandoffProgress() if is_new else seen.handoff_progress, view, now, is_back=is_back or is_first
         ),
     )
+
+
+def _since_outage(seen: Observations, view: ClusterView, new: AbstractSet[Identity]) -> AbstractSet[Identity]:
+    """Those of these nodes that have registered since the last outage."""
+    if seen.outage is None:
+        return new
+    return {who for who in new if view.present[who].create_revision > seen.outage.revision}
 
 
 def _number(view: ClusterView) -> int:

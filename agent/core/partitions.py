@@ -71,7 +71,9 @@ class PartitionView(Proposals):
 
     def wait_for_cause(self, asked: Waiting, since: float) -> Plan | None:
         """Wait until the lease of a member that was lost at `since` has certainly ended, then read everything again."""
-        since = max(since, self.seen.outage_ended_at or 0.0)  # etcd renews all leases as it starts
+        since = max(
+            since, self.seen.outage.ended_at if self.seen.outage else 0.0
+        )  # etcd renews all leases as it starts
         until = since + self.policy.lease_ttl_s + _LEASE_LATE_S
         if self.now < until:
             return Plan(None, asked, until)

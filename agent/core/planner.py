@@ -148,7 +148,7 @@ def _restore(cached: CachedRecords, view: ClusterView, seen: Observations, polic
         return Plan(kept, DataLost(state="restored"), restored=restored, is_old=True)
     # A pause must not prevent the records from being restored: the next group is formed as if the job were not paused.
     active = msgspec.structs.replace(cached.spec, paused_by="")
-    planner = _Planner(as_cached(cached, view), active, replace(seen, outage_ended_at=None), policy, now)
+    planner = _Planner(as_cached(cached, view), active, replace(seen, outage=None), policy, now)
     return replace(planner.follow(group), restored=restored)
 
 
@@ -233,14 +233,17 @@ class _Planner(Ending):
         return NodesLost(node_ids=node_ids(lost), unfit=tuple((node_id, unfit[node_id]) for node_id in sorted(unfit)))
 
     def _may_return(self, member: Member) -> bool:
-        """Whether a member that is missing right after an outage of etcd has time to return: a lease length, once."""
-        until = self._returns_until()
-        is_replaced = member.node_id in self.view.node_ids
-        return until is not None and self.now < until and member.identity not in self.seen.ever_seen and not is_replaced
+        """Whether a member that is missing right after an outage of etcd has time to return: a lease length, once.
+
+        It has none if its neighbours do not hear it either.
+        """
+        until, who = self._returns_until(), member.identity
+        if until is None or self.now >= until or member.node_id in self.view.node_ids:
+            return False
+        return not (who in self.seen.came_since_outage or any(who == silent for silent, _ in self.seen.silent_since))
 
     def _returns_until(self) -> float | None:
-        ended_at = self.seen.outage_ended_at
-        return ended_at + self.policy.lease_ttl_s if ended_at is not None else None
+        return self.seen.outage.ended_at + self.policy.lease_ttl_s if self.seen.outage is not None else None
 
     def _mend_failure(self, group: Group, lost: list[Member], silent: list[Member]) -> Plan:
         found = first_failure(self.view.exits)

@@ -22,7 +22,7 @@ from agent.core.model import (
     Timing,
 )
 from agent.core.neighbours import Links
-from agent.core.observations import Observations
+from agent.core.observations import Observations, Outage
 from agent.core.proposals import Plan
 from agent.core.reasons import HealthCheckFailed, LeaveReason, ProcessesLeft, UnfitReason, UnsavedSteps
 from agent.core.transitions import WorkerObservations
@@ -134,7 +134,8 @@ class AgentState:
     """When that began."""
     is_save_over: bool = False
     """The process that wrote it has ended."""
-    outage_ended_at: float | None = None
+    outage: Outage | None = None
+    """The last outage of etcd, or what may have been one. None: there was none."""
     pending: fx.StoreEffect | None = None
     """The effect on the store that has not been answered yet."""
     pending_since: float = 0.0

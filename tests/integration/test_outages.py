@@ -92,6 +92,16 @@ def frozen_for_three_leases(coordinator: Coordinator, job: Job) -> None:
 
 
 @fault
+def frozen_for_hardly_longer_than_a_lease(coordinator: Coordinator, job: Job) -> None:
+    """Twice: an agent that loses its lease again waits before it registers."""
+    for leases in (1.1, 1.3):
+        coordinator.freeze()
+        train_for(job, leases * LEASE_S)
+        coordinator.thaw()
+        settle(job, job.group)
+
+
+@fault
 def killed_and_restarted(coordinator: Coordinator, job: Job) -> None:
     coordinator.kill()
     train_for(job, 2 * LEASE_S)

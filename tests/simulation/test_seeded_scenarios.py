@@ -157,6 +157,19 @@ def test_an_outage_longer_than_the_lease_changes_nothing(seed: int) -> None:
     cluster.run_until(lambda: cluster.group.number == 2 and len(cluster.training_nodes) == 2)
 
 
+@pytest.mark.parametrize("seed", some(range(40), range(300)))
+def test_an_outage_about_as_long_as_the_lease_changes_nothing(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 3))
+    for name in ("a", "b", "c"):
+        cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training_nodes) == 3)
+    cluster.run(cluster.random.uniform(1.0, 3.0))
+    cluster.freeze(cluster.random.uniform(0.7, 1.6) * POLICY.lease_ttl_s)
+    cluster.run(10)
+    assert cluster.group.number == 1, cluster.log_text()
+    assert all(agent.starts == 1 for agent in cluster.agents), "no worker was touched"
+
+
 @seeds
 def test_a_member_lost_in_an_outage_is_missed_after_one_lease(seed: int) -> None:
     cluster = Cluster(seed, np=(1, 3))

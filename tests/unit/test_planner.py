@@ -34,7 +34,7 @@ from agent.core.model import (
     StateId,
     Stored,
 )
-from agent.core.observations import Observations, Restart, observe
+from agent.core.observations import Observations, Outage, Restart, observe
 from agent.core.planner import plan
 from agent.core.proposals import STEADY_S, Plan, growth_wait_s
 from agent.core.reasons import (
@@ -321,7 +321,7 @@ def test_the_ranks_of_a_domain_follow_each_other_and_rank_0_stays() -> None:
 def test_a_member_that_is_back_as_another_is_not_waited_for() -> None:
     """Right after an outage: the old incarnation cannot return."""
     seen = view(spec(1, 2), node("a", 1), node("b", 9, "i2"), now=group("a", "b"))
-    planned = plan(seen, replace(observe(Observations(), seen, 100.0), outage_ended_at=99.0), POLICY, 100.0)
+    planned = plan(seen, replace(observe(Observations(), seen, 100.0), outage=Outage(99.0, 9)), POLICY, 100.0)
     assert names(planned) == ["a", "b"]
 
 

@@ -37,7 +37,7 @@ from agent.core.model import (
     Stored,
     Suspicion,
 )
-from agent.core.observations import Observations, observe
+from agent.core.observations import Observations, Outage, observe
 from agent.core.planner import plan
 from agent.core.proposals import Plan
 from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft, Requested
@@ -274,7 +274,7 @@ def test_a_plan_without_the_job_or_after_an_outage_has_a_reason() -> None:
     lost = "etcd has lost the job, and no node has it cached"
     assert describe(plan(ClusterView(1, is_whole=True), Observations(), POLICY, 0.0).reason) == lost
     shown = view(SPEC, A)
-    seen = replace(observe(Observations(), shown, 9.0), outage_ended_at=9.0)
+    seen = replace(observe(Observations(), shown, 9.0), outage=Outage(9.0, 0))
     assert describe(plan(shown, seen, POLICY, 9.0).reason) == "etcd was away; waiting for b to return"
 
 
