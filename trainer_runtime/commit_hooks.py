@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING
 
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main
-from trainer_runtime.values import as_floats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     CommitHook = Callable[[int, dict[str, float]], object]
 
@@ -35,7 +32,7 @@ class CommitHooks:
         """Return the first step after this one at which `call` has something to do; the largest int: none."""
         return min(((step // every + 1) * every for _, every in self._hooks), default=sys.maxsize)
 
-    def call(self, group: int, step: int, metrics: dict[str, float | torch.Tensor]) -> None:
+    def call(self, group: int, step: int, read_metrics: Callable[[], dict[str, float]]) -> None:
         """Call the functions that are due at this step, once in each group, on rank 0.
 
         An error in one is printed, the first time with its traceback, and training goes on: the other ranks know
@@ -48,7 +45,7 @@ class CommitHooks:
         if not due or self._called_at == (group, step) or not is_main():
             return
         self._called_at = (group, step)
-        numbers = as_floats(metrics)
+        numbers = read_metrics()
         for hook in due:
             try:
                 hook(step, dict(numbers))

@@ -4,8 +4,8 @@ Both sides import this module and `snapshot_page`. It uses the standard library 
 without torch.
 
 The **control page** is one page of shared memory (a memfd) per worker. The agent creates it and hands it down by
-descriptor, whose number is in `CONTROL_FD`. All fields are unsigned 64-bit little-endian integers. Each field has one
-writer, so an aligned 8-byte store needs no lock:
+descriptor, whose number is in `CONTROL_FD`. All fields but `metrics` are unsigned 64-bit little-endian integers. Each
+field has one writer, so an aligned 8-byte store needs no lock:
 
 | offset | field | writer | meaning |
 |---|---|---|---|
@@ -24,10 +24,14 @@ writer, so an aligned 8-byte store needs no lock:
 | 96 | over | agent | number of a group that is over without a handoff: a rank of it breaks its connections |
 | 104 | question | agent | how often it has asked for `unfinished`. Only increases |
 | 112 | unfinished | worker | upper half: question; lower: one more than its unfinished collectives; 0: not known |
+| 120 | metrics_asked | agent | how often it has asked for `metrics`. Only increases |
+| 128 | metrics_step | worker | the step that `metrics` are of; 0: none in this group yet |
+| 136 | metrics | worker | at most `MAX_METRICS`; each a name, `METRIC_NAME_BYTES` of UTF-8 with zeros, and a double |
 
 Nothing depends on the order in which the other side sees two fields change, which aarch64 does not keep: with an old
 `in_memory` a rank saves a checkpoint, as the others do once it takes no snapshot; an old `replicating_us` is an
-estimate. Where order matters, a message on the channel or a write to an eventfd follows, which keeps it.
+estimate; metrics may be taken for those of the step before. Where order matters, a message on the channel or a write to
+an eventfd follows, which keeps it.
 
 A rank sets `quiesced` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
 leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM: it is answered `leave`, or
@@ -158,7 +162,9 @@ MAX_KEEP = 100
 """Largest number of checkpoints that a job can keep: their names are in a record in etcd and in messages."""
 
 PAGE_BYTES = 4096
-PAGE_VERSION = 7
+PAGE_VERSION = 8
+MAX_METRICS = 4
+METRIC_NAME_BYTES = 32
 _U64 = struct.Struct("<Q")
 _VERSION_AT = 0
 _STEP_AT = 8
@@ -176,6 +182,10 @@ _REPLICATING_AT = 88
 _OVER_AT = 96
 _QUESTION_AT = 104
 _UNFINISHED_AT = 112
+_METRICS_ASKED_AT = 120
+_METRICS_STEP_AT = 128
+_METRICS_AT = 136
+_METRIC = struct.Struct(f"<{METRIC_NAME_BYTES}sd")
 _HALF = 32
 
 
@@ -212,7 +222,7 @@ class ControlPage:
 
     def begin_group(self) -> None:
         """Set the fields as at the start of a worker. The agent does so while the worker waits to be moved."""
-        for at in (_STEP_AT, _HANDOFF_AT, _QUIESCED_AT, _RESTORED_AT, _REPLICATED_AT):
+        for at in (_STEP_AT, _HANDOFF_AT, _QUIESCED_AT, _RESTORED_AT, _REPLICATED_AT, _METRICS_STEP_AT):
             _U64.pack_into(self._map, at, 0)
 
     @property
@@ -347,6 +357,34 @@ class ControlPage:
     def answer(self, question: int, unfinished: int | None) -> None:
         """Answer a question, in one store."""
         _U64.pack_into(self._map, _UNFINISHED_AT, question << _HALF | (0 if unfinished is None else unfinished + 1))
+
+    @property
+    def metrics_asked(self) -> int:
+        """How often the agent has asked for metrics."""
+        return self._read(_METRICS_ASKED_AT)
+
+    @metrics_asked.setter
+    def metrics_asked(self, value: int) -> None:
+        _U64.pack_into(self._map, _METRICS_ASKED_AT, value)
+
+    @property
+    def metrics_step(self) -> int:
+        """The step that `metrics` are of; 0: none in this group yet."""
+        return self._read(_METRICS_STEP_AT)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that the worker wrote last."""
+        end = _METRICS_AT + MAX_METRICS * _METRIC.size
+        pairs = _METRIC.iter_unpack(self._map[_METRICS_AT:end])
+        return {name.rstrip(b"\0").decode(errors="ignore"): value for name, value in pairs if name[0]}
+
+    def write_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step: the first `MAX_METRICS` of them, with their names cut to fit."""
+        shown = [(name.encode()[:METRIC_NAME_BYTES], value) for name, value in metrics.items()]
+        for index, metric in enumerate((shown + MAX_METRICS * [(b"", 0.0)])[:MAX_METRICS]):
+            _METRIC.pack_into(self._map, _METRICS_AT + index * _METRIC.size, *metric)
+        _U64.pack_into(self._map, _METRICS_STEP_AT, step)
 
     def close(self) -> None:
         """Unmap the page."""

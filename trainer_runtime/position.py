@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trainer_runtime.values import as_floats
+
 if TYPE_CHECKING:
     import torch
 
     from trainer_runtime.data import DataLoader
+    from trainer_runtime.live_metrics import LiveMetrics
 
 NOT_SAVED = (-1, 0)
 
@@ -52,11 +55,24 @@ class Position:
     """The step at which a checkpoint was last due, initially that of the newest one; equal on all ranks."""
     metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
     """Metrics of the last commit."""
+    live: LiveMetrics | None = None
+    """Is shown metrics that are read; None: the State has no page."""
 
     @property
     def at(self) -> tuple[int, int]:
         """Step and save: the identity, within its group, of a checkpoint made now."""
         return self.step, self.save
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last commit as numbers; this waits for the devices of those that are tensors.
+
+        Raises:
+            TypeError: a metric is not a number; the message has its name.
+        """
+        numbers = as_floats(self.metrics)
+        if self.live is not None:
+            self.live.note(self.step, numbers)
+        return numbers
 
     def read(self) -> dict[str, Any]:
         """Return what a checkpoint stores. A save after the epoch's loop stores the beginning of the next epoch."""

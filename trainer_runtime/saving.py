@@ -29,7 +29,7 @@ from trainer_runtime.manifest import stem_of
 from trainer_runtime.phases import runtime_phase
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.structure import take_apart
-from trainer_runtime.values import as_numbers
+from trainer_runtime.values import finite_or_none
 from trainer_runtime.writer import SAVE_ERRORS, Content, warn_not_saved
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class Saver:
         pos.saved = pos.at
 
     def _write(self, writer: Writer, handoff: int, capture: Capture | None) -> None:
-        metrics = as_numbers(self.pos.metrics)
+        metrics = finite_or_none(self.pos.read_metrics())
         self.contents.check_outlines()
         written = _Mark(self.contents)
         content = _Captured(capture or self._capture(), self.pos.at, self.exchange, self.shards, script_line())

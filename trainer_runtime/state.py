@@ -30,6 +30,7 @@ from trainer_runtime.dist import is_main, membership, open_control_page
 from trainer_runtime.exchange import script_line
 from trainer_runtime.finite import FiniteGuard
 from trainer_runtime.handoff import HandoffParticipant
+from trainer_runtime.live_metrics import LiveMetrics
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.object_store import open_place
 from trainer_runtime.own_step_time import watch_own_time
@@ -131,6 +132,7 @@ class State:
         self._streamed_epoch: int | None = None
         self._is_in_epochs = False
         self._page = open_control_page()
+        self._pos.live = self._live_metrics = LiveMetrics(self._page)
         self._channel = open_channel()
         if self._page is not None:
             register_stack_dump(self._page)
@@ -474,7 +476,8 @@ class State:
 
         Args:
             **metrics: numbers, or tensors with one element, that describe the step; a checkpoint of the step has them
-                in its manifest, and functions of `on_commit` get them. A tensor is read only then.
+                in its manifest, functions of `on_commit` get them, and the web page draws those of rank 0. A tensor on
+                a device is read only for a checkpoint or such a function.
 
         Raises:
             TypeError: something in this State could not be loaded back; the message has its name. At the first commit.
@@ -503,6 +506,8 @@ class State:
             if page.handoff > self._handled_handoff and self._handle_handoff(page.handoff):
                 return
             self._require_group()
+            if (asked := page.metrics_asked) != self._live_metrics.answered:
+                self._live_metrics.answer(asked, step, metrics)
         if step >= pos.due:
             self._do_due_work()
 
@@ -573,7 +578,7 @@ class State:
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel
             self._channel.report_first_step(pos.step)
             self._channel.release_restored_snapshot()
-        self._commit_hooks.call(self._group, pos.step, pos.metrics)
+        self._commit_hooks.call(self._group, pos.step, pos.read_metrics)
         # At once, if the last group missed one.
         is_save_due = pos.step // self._save_every > pos.last_due // self._save_every
         is_saved_here = is_save_due and saver.writes_copies
@@ -600,7 +605,7 @@ class State:
             return False
         if not self._handoff.should_stop_after(self._pos.step, self._prepare_handoff):
             return False
-        self._commit_hooks.call(self._group, self._pos.step, self._pos.metrics)
+        self._commit_hooks.call(self._group, self._pos.step, self._pos.read_metrics)
         self._handled_handoff = number
         self._saved_step = self._pos.step
         self._regroup.report(self._sources)

@@ -360,13 +360,9 @@ def as_floats(metrics: dict[str, float | torch.Tensor]) -> dict[str, float]:
     return numbers
 
 
-def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | None]:
-    """Return metrics in a form that JSON can hold: None for values that are not finite.
-
-    Raises:
-        TypeError: as `as_floats`.
-    """
-    return {name: number if math.isfinite(number) else None for name, number in as_floats(metrics).items()}
+def finite_or_none(numbers: dict[str, float]) -> dict[str, float | None]:
+    """Return metrics in a form that JSON can hold: None for values that are not finite."""
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
 
 def _find_refused(path: str, value: object) -> tuple[str, object] | None:

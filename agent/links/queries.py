@@ -79,6 +79,10 @@ class LiveRank(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     step: int
     """The last step that it committed; 0: none in this group."""
     state: RankState
+    metrics_step: int = 0
+    """The step that `metrics` are of; 0: none yet."""
+    metrics: dict[str, float | None] = {}
+    """Metrics that rank 0 has committed. None: not a finite number."""
 
 
 class LiveRanks(msgspec.Struct, frozen=True, kw_only=True):

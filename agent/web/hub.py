@@ -1,7 +1,8 @@
 """The present state of the job, and the browsers that follow it.
 
 Records come from a mirror of etcd whenever they change. Agents are asked for the state of their ranks once a second:
-all agents while a browser follows, else only the agent of this node, for the curve that the next visitor sees.
+all agents while a browser follows, else only the agent of this node, for the curves that the next visitor sees. Once a
+browser has followed, also the agent of rank 0, whose metrics are drawn.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from agent.observe.report.run_history import RunHistory
 from agent.store.api import Snapshot, Store
 from agent.store.keys import JobKeys, Views, decode
 from agent.store.mirror import Mirror
+from agent.web.curves import Curves, Point
 from agent.web.page_data import Past, Present, past, present
 from agent.web.rank_poller import RankPoller, StepRate
 
@@ -46,6 +48,8 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[str, LiveRanks]
     """Nodes that have answered, by node id."""
     sample: Sample
+    points: dict[str, Point]
+    """New points of the curves of metrics, by name."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,9 @@ class Hub:
         self._poller = RankPoller()
         self._probe = RankPoller()
         self._subscribers: set[Subscriber] = set()
+        self._was_followed = False
         self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
+        self._curves = Curves()
         self._published: dict[str, bytes] = {}
         """Newest update by kind, which a new subscriber gets at once."""
         self._past_made_of: object = None
@@ -202,6 +208,8 @@ class Hub:
         for kind, data in self._published.items():
             subscriber.put(kind, data)
         subscriber.put("samples", msgspec.json.encode(tuple(self._samples)))
+        subscriber.put("curves", msgspec.json.encode(self._curves.points()))
+        self._was_followed = True
         self._subscribers.add(subscriber)
         try:
             yield subscriber
@@ -260,7 +268,7 @@ class Hub:
             await asyncio.sleep(max(0.0, began_at + _POLL_EVERY_S - time.monotonic()))
 
     async def _poll_once(self, known: KnownJobState, own: Node) -> None:
-        asked = [node.value for node in known.view.nodes] if self._subscribers else [own]
+        asked = self._asked(known, own)
         self._poller.keep_only(asked)
         answers = await self._poller.ask(asked, known.secret, _ANSWER_WITHIN_S)
         self.live_ranks = answers.get(own.node_id)
@@ -269,7 +277,15 @@ class Hub:
         rate = self.step_rate.update(now, step) if step else 0.0
         sample = (now, rate, known.history(now).statistics.goodput)
         self._samples.append(sample)
-        self._send("ranks", msgspec.json.encode(JobNow(nodes=answers, sample=sample)))
+        points = self._curves.note(now, answers)
+        self._send("ranks", msgspec.json.encode(JobNow(nodes=answers, sample=sample, points=points)))
+
+    def _asked(self, known: KnownJobState, own: Node) -> list[Node]:
+        """Return the nodes whose agents are asked for their ranks."""
+        group = known.view.group.value if known.view.group is not None else None
+        first = group.members[0].identity if group is not None and group.members and self._was_followed else None
+        nodes = (node.value for node in known.view.nodes)
+        return [each for each in nodes if self._subscribers or each == own or each.identity == first] or [own]
 
     def _send(self, kind: str, data: bytes) -> None:
         for subscriber in self._subscribers:

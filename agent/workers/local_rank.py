@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
+
+from agent.links.queries import LiveRank
 
 if TYPE_CHECKING:
     from agent.links.queries import RankState
@@ -56,6 +61,19 @@ class LocalRank:
         if page.phase:
             return "phase"
         return "training" if page.restored or not self.workers.has_asked_restore_point else "starting"
+
+    def live(self) -> LiveRank:
+        """Return what a status display shows of this rank. Rank 0 is asked for its metrics, for the next call."""
+        live = LiveRank(rank=self.command.rank, step=self.step, state=self.state)
+        if self.command.rank != 0 or self.process is None:
+            return live
+        page = self.process.page
+        step, metrics = page.metrics_step, page.metrics
+        page.metrics_asked += 1
+        if not step:
+            return live
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        return msgspec.structs.replace(live, metrics_step=step, metrics=finite)
 
     def start(self, *, is_waiting: bool = False) -> None:
         """Start the worker, or turn the standby into this rank. `is_waiting`: it is to set up, and to wait then."""

@@ -159,7 +159,7 @@ class LocalRanks:
     def live(self) -> tuple[int, tuple[LiveRank, ...]]:
         """Return the number of the group, and the state of its ranks."""
         ranks = () if self.is_waiting else self.ranks
-        return self.group, tuple(LiveRank(rank=rank.command.rank, step=rank.step, state=rank.state) for rank in ranks)
+        return self.group, tuple(rank.live() for rank in ranks)
 
 
 def _has_console(rank: LocalRank, streams: AbstractSet[int] = frozenset({2})) -> bool:

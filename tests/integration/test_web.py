@@ -150,6 +150,17 @@ def test_the_page_shows_the_job_and_asks_nobody_else(served: Served, visit: Visi
     assert visit.said == []
 
 
+def test_the_loss_is_drawn_as_it_was_committed(served: Served, visit: Visit) -> None:
+    page = visit.page
+    page.wait_for_selector("#metrics h3")
+    until(page, "curves.get('loss').points.length >= 3")
+    points = page.evaluate("curves.get('loss').points")
+    committed = {(line.group, line.step): line.loss for line in read_trace(served.trace)}
+    assert [value for _at, _group, _step, value in points] == [committed[group, step] for _at, group, step, _ in points]
+    assert re.fullmatch(r"loss: [\d.e-]+ at step \d+", str(page.locator("#metrics h3").text_content()))
+    assert page.evaluate("curves.get('loss').chart.data[1].length") >= 3
+
+
 def test_a_kill_is_seen_happen_and_explained(served: Served, visit: Visit) -> None:
     known, before = served.status()["group"], int(number(visit, "incidents"))
     served.nodes["b"].kill_worker()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import trainer_runtime as tr
 from trainer_runtime import agent_channel, contract, phases
 from trainer_runtime import state as state_
 from trainer_runtime.checkpoint_files import write_state
+from trainer_runtime.live_metrics import LiveMetrics
 from trainer_runtime.manifest import stem_of
 
 if TYPE_CHECKING:
@@ -133,6 +135,47 @@ def test_every_nth_step_is_logged_once_with_its_metrics_as_numbers(tmp_path: Pat
     for step in range(1, 11):
         state.commit(loss=torch.tensor(float(step)), rate=float("inf"))
     assert logged == [(step, {"loss": float(step), "rate": float("inf")}) for step in (3, 6, 9)]
+
+
+def test_the_agent_gets_the_metrics_at_hand_of_the_step_after_it_asked(page: contract.ControlPage) -> None:
+    state = tr.State(save_every=100, leave_on_handoff=False, best=0.0)
+    state.restore()
+    long_name = "validation accuracy of the second head"
+    for step in range(1, 9):
+        if step == 5:
+            page.metrics_asked += 1
+        metrics = {"loss": torch.tensor(0.5 * step), "lr": 0.1, long_name: 1}
+        state.commit(**metrics, many=2, too_many=3)
+    assert page.metrics_step == 5
+    assert page.metrics == {
+        "loss": 2.5,
+        "lr": pytest.approx(0.1),
+        long_name[: contract.METRIC_NAME_BYTES]: 1.0,
+        "many": 2.0,
+    }
+    page.begin_group()
+    assert page.metrics_step == 0
+
+
+def test_the_agent_also_gets_metrics_that_are_read_anyway(page: contract.ControlPage) -> None:
+    state = tr.State(save_every=100, leave_on_handoff=False, best=0.0)
+    state.on_commit(lambda _step, _metrics: None, every=3)
+    state.restore()
+    for step in range(1, 6):
+        state.commit(loss=float(step), rate=float("nan"))
+    assert page.metrics_step == 3
+    assert page.metrics["loss"] == 3.0
+    assert math.isnan(page.metrics["rate"])
+
+
+def test_a_metric_on_a_device_is_not_waited_for_and_one_that_is_no_number_is_left_out(
+    page: contract.ControlPage,
+) -> None:
+    """The next save reads the one, and reports the other."""
+    live = LiveMetrics(page)
+    given = {"loss": 1.5, "word": "x", "list": torch.ones(3), "complex": torch.ones((), dtype=torch.cfloat)}
+    live.answer(1, 5, {**given, "on a device": torch.ones((), device="meta")})  # type: ignore[dict-item]
+    assert (page.metrics_step, page.metrics) == (5, {"loss": 1.5})
 
 
 def test_a_log_that_is_registered_later_begins_there(tmp_path: Path) -> None:

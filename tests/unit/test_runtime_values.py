@@ -16,7 +16,7 @@ import trainer_runtime as tr
 from trainer_runtime.contents import Contents
 from trainer_runtime.flat import Flattener, unflatten
 from trainer_runtime.hostcopy import HostCopier
-from trainer_runtime.values import as_numbers, load_state, read_state, require_loadable
+from trainer_runtime.values import as_floats, finite_or_none, load_state, read_state, require_loadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,12 +124,12 @@ def test_what_does_not_is_refused_by_its_place(value: object, blamed: str) -> No
 
 def test_metrics_become_numbers_that_json_can_hold() -> None:
     given = {"a": 1, "b": torch.tensor([2.5], requires_grad=True), "c": float("nan"), "d": torch.tensor(torch.inf)}
-    assert as_numbers(given) == {"a": 1.0, "b": 2.5, "c": None, "d": None}
+    assert finite_or_none(as_floats(given)) == {"a": 1.0, "b": 2.5, "c": None, "d": None}
 
 
 def test_a_metric_that_is_no_number_is_named() -> None:
     with pytest.raises(TypeError, match=r"commit\(loss=...\) wants a number or a tensor of one"):
-        as_numbers({"loss": torch.ones(3)})
+        as_floats({"loss": torch.ones(3)})
 
 
 def sgd() -> torch.optim.Optimizer:

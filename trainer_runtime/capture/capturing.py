@@ -15,7 +15,7 @@ from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
 from trainer_runtime.snapshot_copy import Capture, SnapshotCopier
 from trainer_runtime.snapshot_memory import SnapshotMemory
 from trainer_runtime.snapshot_page import KEPT, SLOTS
-from trainer_runtime.values import as_numbers
+from trainer_runtime.values import as_floats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +110,7 @@ class Capturer:
         """Raise TypeError, with the name, if something could not be loaded back."""
         self._contents.read_checked()
         self._contents.parts.read_checked()
-        as_numbers(self._pos.metrics)
+        as_floats(self._pos.metrics)
 
     def flatten(self) -> FlatState:
         """Return the State as it is now in the form in which it is copied.

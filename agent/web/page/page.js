@@ -18,6 +18,7 @@ let past = null;     // what happened so far
 let ranks = {};      // live ranks by node id
 let samples = [[], []];
 let chart = null;
+const curves = new Map(); // points and the chart of each metric, by name
 let updatedAt = 0;
 let nextEntry = 0;   // timer
 let connectionState = "connecting"; // shown until the first update
@@ -63,6 +64,7 @@ function showPast(update) {
   past = update;
   showTimeline();
   showIncidents();
+  allCharts().forEach((each) => each.redraw());
 }
 
 function showNumbers() {
@@ -233,6 +235,11 @@ function showNow(update) {
   showNodes();
   if (past) showTimeline();
   chart.setData(samples);
+  Object.entries(update.points).forEach(([name, point]) => {
+    const points = curves.get(name)?.points || [];
+    if (point[0] > (points.at(-1)?.[0] || 0)) points.push(point);
+    showCurve(name, points);
+  });
 }
 
 function addSample([at, rate]) {
@@ -244,25 +251,69 @@ function addSample([at, rate]) {
 
 function showSamples(all) {
   samples = [all.map((each) => each[0]), all.map((each) => each[1])];
-  if (!chart) chart = makeChart();
+  if (!chart) chart = makeRateChart();
   chart.setData(samples);
 }
 
-function makeChart() {
+const allCharts = () => [chart, ...[...curves.values()].map((curve) => curve.chart)].filter(Boolean);
+
+function makeRateChart() {
+  const scales = { y: { range: (_self, _min, max) => [0, Math.max(1, max * 1.1)] } };
+  return makeChart(samples, $("rate"), { scales }, { fill: `${colour("training")}33` });
+}
+
+function makeChart(data, element, options, series) {
   const axis = { stroke: colour("faint"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 } };
   return new uPlot({
-    width: Math.max(280, $("rate").clientWidth), height: 170,
+    width: Math.max(280, element.clientWidth), height: 170,
     legend: { show: false }, cursor: { drag: { x: false, y: false } },
-    scales: { y: { range: (_self, _min, max) => [0, Math.max(1, max * 1.1)] } },
-    axes: [axis, { ...axis, size: 46 }],
-    series: [{}, { stroke: colour("training"), fill: `${colour("training")}33`, width: 2, points: { show: false } }],
-  }, samples, $("rate"));
+    axes: [axis, { ...axis, size: 62 }],
+    series: [{}, { stroke: colour("training"), width: 2, points: { show: false }, ...series }],
+    hooks: { draw: [markIncidents] },
+    ...options,
+  }, data, element);
+}
+
+// A line where each incident began that is within the chart
+function markIncidents(plot) {
+  const { ctx, bbox, scales } = plot;
+  for (const { began_at, is_planned, group } of past ? past.incidents : []) {
+    if (group === 1 || !(scales.x.min <= began_at && began_at <= scales.x.max)) continue;
+    ctx.fillStyle = colour(is_planned ? "planned" : "fault");
+    ctx.fillRect(plot.valToPos(began_at, "x", true), bbox.top, devicePixelRatio, bbox.height);
+  }
+}
+
+// The curves of the metrics
+
+function showCurves(all) {
+  curves.forEach((curve) => curve.chart.destroy());
+  curves.clear();
+  $("metrics").replaceChildren();
+  $("curves").hidden = true;
+  Object.entries(all).forEach(([name, points]) => showCurve(name, points));
+}
+
+function showCurve(name, points) {
+  const columns = [points.map((point) => point[0]), points.map((point) => point[3])];
+  if (!curves.has(name)) {
+    $("curves").hidden = false;
+    const title = make("h3", {});
+    const figure = make("div", { class: "figure", role: "img", "aria-label": `${name} over time` });
+    $("metrics").append(make("div", { class: "metric" }, title, figure));
+    curves.set(name, { points, title, figure, chart: makeChart(columns, figure, {}, {}) });
+  }
+  const { title, chart: shown } = curves.get(name);
+  const [, , step, value] = points.at(-1);
+  title.textContent = `${name}: ${value === null ? "not finite" : Number(value.toPrecision(5))} at step ${step}`;
+  shown.setData(columns);
 }
 
 function redraw() {
   if (!chart) return;
   chart.destroy();
-  chart = makeChart();
+  chart = makeRateChart();
+  showCurves(Object.fromEntries([...curves].map(([name, curve]) => [name, curve.points])));
   if (past) showTimeline();
 }
 
@@ -278,6 +329,7 @@ function connect() {
   $("entry").hidden = true;
   $("job").hidden = false;
   on("samples", showSamples);
+  on("curves", showCurves);
   on("present", showPresent);
   on("past", showPast);
   on("ranks", showNow);
