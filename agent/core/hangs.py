@@ -2,7 +2,8 @@
 
 The agent of each node reports what its ranks are doing once they have made no step for longer than usual. The rank at
 fault is the one that did not get as far as the others: of the ranks with the fewest steps, one that does not wait for
-other ranks. If all ranks wait, they wait at different places, and the place with the fewest ranks is taken.
+other ranks. If all ranks wait, a rank is taken that only has a collective under way, while others stand still for one.
+If there is none, they wait at different places, and the place with the fewest ranks is taken.
 
 A group is ended when a node has waited for twice the limit, or for one and a half times the limit if no stack has
 changed since and a rank waits for the one at fault. Before this is decided, the other nodes have a moment to report.
@@ -68,6 +69,9 @@ def suspects(stalls: Sequence[StallReport]) -> tuple[RankStall, ...]:
     if not ranks:
         return ()
     if _all_wait(stalls):
+        at_work = tuple(rank for rank in ranks if rank.stack_shows is not None)
+        if 0 < len(at_work) < len(ranks):
+            return tuple(sorted(at_work, key=lambda rank: (rank.step, rank.rank)))
         places = Counter(rank.where for rank in ranks)
         fewest = min(places.values())
         return tuple(rank for rank in ranks if places[rank.where] == fewest)
@@ -109,14 +113,16 @@ def hang_of(stalls: Sequence[StallReport]) -> Hang:
     rank = suspects(stalls)[0]
     others = [each for each in _ranks(stalls) if each.rank != rank.rank]
     elsewhere = {each.where for each in others if each.where and each.where != rank.where}
+    is_alike = all(each.stack_shows is not None for each in others)
+    doing = rank.doing if rank.stack_shows is None or is_alike else rank.stack_shows
     return Hang(
-        doing=rank.doing,
+        doing=doing,
         where=rank.where,
         step=rank.step,
         for_s=max(0, round(max(stall.for_s for stall in stalls))),
         waiting=sum(each.doing == "waits" for each in others),
         others=len(others),
-        elsewhere=tuple(sorted(elsewhere)) if rank.doing == "waits" else (),
+        elsewhere=tuple(sorted(elsewhere)) if doing == "waits" else (),
     )
 
 

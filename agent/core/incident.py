@@ -220,6 +220,8 @@ class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The innermost frame outside libraries: `train.py:33 in load`. Empty: the stack could not be read."""
     stack: str
     """The dumped stack, the innermost frame first. Empty: it could not be read."""
+    stack_shows: Doing | None = None
+    """What it does by its stack, if it waits only by torch's record of collectives. None: the same."""
 
 
 class StallReport(MemberRecord, frozen=True, kw_only=True):

@@ -99,7 +99,8 @@ def _leave_when_drained(state: AgentState, now: float) -> AgentState:
         state = ask_to_leave(state, now)
     if state.drain_until is None or state.leaving is not None:
         return state
-    is_awaited = state.is_member and now < state.drain_until
+    is_job_ending = state.cached is not None and state.cached.spec.ending is not None  # then it leaves with the result
+    is_awaited = (state.is_member or is_job_ending) and now < state.drain_until
     return state if is_awaited else replace(state, leaving=leave_as_asked(state))
 
 

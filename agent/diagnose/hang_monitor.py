@@ -170,5 +170,10 @@ def _has_failed(rank: RankProcess) -> bool:
 
 def _rank_stall(rank: RankProcess, dump: Dump) -> RankStall:
     return RankStall(
-        rank=rank.rank, step=rank.page.step, doing=dump.doing, where=dump.stacks.where, stack=dump.stacks.text
+        rank=rank.rank,
+        step=rank.page.step,
+        doing=dump.doing,
+        where=dump.stacks.where,
+        stack=dump.stacks.text,
+        stack_shows=dump.stack_shows,
     )

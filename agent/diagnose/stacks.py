@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,6 +147,8 @@ class Dump:
     cpu_s: tuple[float, float] = (0.0, 0.0)
     """Processor time used by the process at the start and at the end of the dump."""
     at: float = 0.0
+    stack_shows: Doing | None = None
+    """What it does by its stack, if it waits only by torch's record of collectives. None: the same."""
 
     def is_unchanged_since(self, before: Dump) -> bool:
         """Whether the stacks are the same, and no processor time was used since then."""
@@ -176,7 +178,10 @@ def dump_ranks(ranks: Sequence[RankProcess]) -> list[Dump]:
         if rank not in living:
             return ENDED
         stacks = stacks_of.get(pid, Stacks())
-        return Dump(_doing(states[pid], stacks, waits=pid in waiting), stacks, (before[pid], _cpu_s(pid)), at)
+        shown = _doing(states[pid], stacks)
+        dump = Dump(shown, stacks, (before[pid], _cpu_s(pid)), at)
+        is_by_record = pid in waiting and shown in {"runs", "sleeps"}
+        return replace(dump, doing="waits", stack_shows=shown) if is_by_record else dump
 
     return [dump_of(rank) for rank in ranks]
 
@@ -205,15 +210,15 @@ def _stacks_from_py_spy(threads: list[SpyThread]) -> Stacks:
     return Stacks(main, text[:_STACK_CHARACTERS])
 
 
-def _doing(state: str, stacks: Stacks, *, waits: bool = False) -> Doing:
-    """What a rank is doing. `waits`: it has begun a collective that another rank has not."""
+def _doing(state: str, stacks: Stacks) -> Doing:
+    """What a rank is doing, as its stack shows."""
     if state in "Tt":
         return "stopped"
     if state == "D":
         return "disk"
     innermost = stacks.main[0].path if stacks.main else ""
     is_at_work = state == "R"
-    if waits or _WAITING_FILES.search(innermost) or (not is_at_work and _WAITING_FILES_IF_ASLEEP.search(innermost)):
+    if _WAITING_FILES.search(innermost) or (not is_at_work and _WAITING_FILES_IF_ASLEEP.search(innermost)):
         return "waits"
     return "runs" if is_at_work else "sleeps"
 

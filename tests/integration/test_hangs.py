@@ -211,6 +211,22 @@ def test_a_rank_that_waits_for_a_collective_in_its_own_code(bench: Callable[...,
     check(suspicious, ("waits", LOAD[:8]), ("sleeps", LOAD[:8]))
 
 
+def test_a_rank_that_hangs_while_it_has_a_collective_under_way_in_another_group(bench: Callable[..., Bench]) -> None:
+    made = bench()
+    made.train(
+        """
+        if step == 30:
+            other = torch.distributed.new_group()
+            if rank == 1:
+                torch.distributed.all_reduce(torch.ones(1), group=other, async_op=True)
+                time.sleep(1000)
+        """
+    )
+    [suspicious] = made.stalls("suspicious")
+    check(suspicious, ("waits", "in <module>"), ("waits", "in load"))
+    assert [rank.stack_shows for rank in suspicious.ranks] == [None, "sleeps"], "so that the second is named"
+
+
 def test_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("pass")

@@ -112,6 +112,18 @@ def test_if_all_wait_those_at_the_rarest_place_are_named() -> None:
     assert hang_of(told[:1]).elsewhere == ()
 
 
+def test_if_all_wait_one_that_only_has_a_collective_under_way_is_named() -> None:
+    """It began that one before it hung, in another process group, say."""
+    asleep, *others = (stall("a", "waits", where="x.py:1"), stall("b", "waits"), stall("c", "waits"))
+    [rank] = asleep.ranks
+    asleep = msgspec.structs.replace(asleep, ranks=(msgspec.structs.replace(rank, stack_shows="sleeps"),))
+    told = [others[0], asleep, others[1]]
+    assert [rank.rank for rank in suspects(told)] == [0]
+    assert (hang_of(told).doing, hang_of(told).waiting, hang_of(told).elsewhere) == ("sleeps", 2, ())
+    # With NCCL those that wait do so in their own code, and all of them may have begun a collective.
+    assert hang_of([asleep]).doing == "waits"
+
+
 def test_a_node_that_is_done_counts_as_one_that_the_others_wait_for() -> None:
     told = in_group(GROUP, [stall("a", "waits"), stall("b", "waits"), stall("c", "waits")], [report("b")])
     assert as_report(GROUP, told).node_id == "b", "and what it told before it was done is old"
