@@ -124,7 +124,7 @@ class Saver:
             return True
         busy = self.writer.why_busy(may_skip=not handoff) if self.writer is not None else ""
         if busy:
-            warn(f"step {pos.step} was NOT saved: step {pos.saved[0]} {busy}; the next save is due as usual")
+            warn(f"step {pos.step} was NOT saved: step {pos.saved[0]} {busy}; later saves are tried as usual")
             self._leave_out()
             return False
         try:

@@ -381,7 +381,7 @@ def warn_not_saved(step: int, directory: Path, error: Exception) -> None:
     """Print one line that training continues without this checkpoint."""
     warn(
         f"step {step} was NOT saved in {directory}: {error}{limit_behind(error)}; what was saved before is kept, and "
-        "the next save is due as usual"
+        "later saves are tried as usual"
     )
 
 

@@ -192,8 +192,15 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     """What to write instead of an option that does not exist."""
     if instead := advice(error.option_name):
         return f"{error.option_name} is another launcher's: {instead}"
+    if _is_option_of_run(error.option_name) and error.ctx is not None and error.ctx.command is not run:
+        command = error.ctx.info_name
+        return f"{command} has no {error.option_name}, which is an option of elastic-agent run: see {command} --help"
     near = list(_names_with(error.option_name[:-1]).values())  # --nprocs: only its last letter is too much
     return f"{error.message} Did you mean {near[0]!r}?" if len(near) == 1 else error.format_message()
+
+
+def _is_option_of_run(name: str) -> bool:
+    return any(name in each.opts for each in run.params)
 
 
 def _passed_to_script(options: dict[str, Any]) -> str:

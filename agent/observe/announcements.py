@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 
 from agent.core.incident import Incident
 from agent.core.model import Group, Spec
-from agent.core.reasons import PlanReason
+from agent.core.reasons import PlanReason, Waiting
 from agent.core.state import AgentState
 from agent.core.view import ClusterView
 from agent.observe.messages import describe, listed, one_line
 from agent.observe.stragglers import stragglers
+
+_INVENTORY_LATE_S = 2.0
+"""At the start of each group the leader waits for all nodes to report their snapshots, for some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,12 @@ class Announced:
     """The view whose stragglers were announced."""
     trouble: str = ""
     reason: PlanReason | None = None
+    inventory_since: float | None = None
+    """Since when the leader has waited for nodes to report their snapshots. None: it does not."""
 
 
 def announce(
-    announced: Announced, state: AgentState, completed: Sequence[Incident] = ()
+    announced: Announced, state: AgentState, completed: Sequence[Incident] = (), *, now: float
 ) -> tuple[Announced, tuple[str, ...]]:
     """Return announcements of what is new in a state since the last ones.
 
@@ -40,6 +45,7 @@ def announce(
         announced: what has been announced.
         state: the state of the agent after a turn.
         completed: incidents that this agent has completed.
+        now: monotonic clock, in seconds.
     """
     sentences: list[str] = []
     if state.registered is not None and not announced.has_joined:
@@ -58,9 +64,14 @@ def announce(
         sentences.append(f"a write was not answered: {state.trouble}" if state.trouble else "etcd takes writes again")
         announced = replace(announced, trouble=state.trouble)
     planned = state.planned
-    if planned is not None and planned.action is None and planned.reason != announced.reason:
-        sentences.append(describe(planned.reason))
-        announced = replace(announced, reason=planned.reason)
+    reason = planned.reason if planned is not None and planned.action is None else None
+    awaits_inventory = isinstance(reason, Waiting) and reason.what == "inventory"
+    since = announced.inventory_since if announced.inventory_since is not None else now
+    announced = replace(announced, inventory_since=since if awaits_inventory else None)
+    is_brief = awaits_inventory and now < since + _INVENTORY_LATE_S
+    if reason is not None and reason != announced.reason and not is_brief:
+        sentences.append(describe(reason))
+        announced = replace(announced, reason=reason)
     return announced, tuple(sentences)
 
 

@@ -216,6 +216,6 @@ def _replayed_in_all(totals: Totals, *, commits: bool) -> str:
     if not commits:
         return "replayed steps are not known: no step was committed"
     if not totals.is_at_least:
-        return replayed(totals.replayed_steps) if totals.replayed_steps else "no step was lost"
+        return replayed(totals.replayed_steps) if totals.replayed_steps else "no step was replayed"
     steps = f"at least {replayed(totals.replayed_steps)}" if totals.replayed_steps else "replayed steps are not known"
     return f"{steps}, since after an incident nobody could count them"

@@ -70,7 +70,7 @@ def observe_turn(
         `note_answer`.
     """
     recorder = _remember(_keep_draft(recorder, state, now), state)
-    announced, sentences = announce(recorder.announced, state, recorder.completed)
+    announced, sentences = announce(recorder.announced, state, recorder.completed, now=now)
     recorder = replace(recorder, announced=announced, completed=())
     view = state.view
     if view is None or view.leader is None or not _may_write(recorder, state, view, now):

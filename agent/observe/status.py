@@ -104,6 +104,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Usual duration of a step, as last recorded. 0: not known."""
     incident: str
     """The incident that led to the current group, in one line with its phases. Empty: no record of it."""
+    checkpoint_step: int | None
+    """Step of the committed checkpoint. None: there is none."""
     checkpoint_node: str | None
     """Node whose local disk holds the committed checkpoint. None: all nodes can read it, or there is none."""
     exit_code: int | None
@@ -148,6 +150,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         slow=[each.sentence for each in stragglers(view)] if state == "training" else [],
         step_s=view.incident.value.step_s if view.incident is not None else 0.0,
         incident=one_line(view.incident.value) if view.incident is not None else "",
+        checkpoint_step=committed.copy.step if committed is not None else None,
         checkpoint_node=(committed.node or None) if committed is not None else None,
         exit_code=result.exit_code if result is not None else None,
         nodes=_node_statuses(view, view.spec.value),
@@ -250,10 +253,17 @@ def _lines(status: JobStatus) -> list[Text]:
         f"handoff requested: {status.handoff}" if status.handoff else "",
         f"stopping, requested by {status.stopped_by}" if is_stopping else "",
         f"excluded: {', '.join(status.excluded)}" if status.excluded else "",
-        f"the checkpoint is on the disk of {status.checkpoint_node} only" if status.checkpoint_node else "",
+        _checkpoint_line(status),
         *(_timing_line(node.timing) for node in status.nodes if node.is_leader),
     )
     return [Text(line) for line in lines if line]
+
+
+def _checkpoint_line(status: JobStatus) -> str:
+    if status.checkpoint_step is None:
+        return ""
+    where = f", on the disk of {status.checkpoint_node} only" if status.checkpoint_node else ""
+    return f"newest checkpoint: step {status.checkpoint_step}{where}"
 
 
 def _timing_line(timing: Timing) -> str:

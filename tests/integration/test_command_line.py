@@ -336,6 +336,7 @@ MISTAKES = [
     ("reset --job_id=nope", 2, "no job 'nope' at 127.0.0.1:2379; jobs there: none"),
     ("stop --job_id=X --yes --wait=inf", 2, "'--wait': wanted seconds, "),
     ("drain a --job_id=X --wait=nan", 2, "'--wait': wanted seconds, "),
+    ("status --standalone", 2, "elastic-agent status has no --standalone, which is an option of elastic-agent run"),
     ("pause", 2, "no live job at 127.0.0.1:2379"),
     ("--job_id=X --console_ranks=first train.py", 2, "--console_ranks must be ranks"),
     ("--job_id=X --max_restartz=1 train.py", 2, "--max_restarts"),

@@ -161,7 +161,7 @@ def test_an_error_in_the_background_is_reported_at_once_and_raised_to_the_waitin
         ours.wait_for_disk()
         assert capsys.readouterr().err == (
             f"trainer_runtime: step 7 was NOT saved in {tmp_path}: [Errno 30] Read-only file system; what was "
-            "saved before is kept, and the next save is due as usual\n"
+            "saved before is kept, and later saves are tried as usual\n"
         )
         with pytest.raises(OSError, match="Read-only"):
             ours.finish()

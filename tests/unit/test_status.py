@@ -123,13 +123,14 @@ def test_a_request_stays_open_while_ranks_have_quiesced_only_for_an_earlier_one(
 def test_the_only_node_with_the_checkpoint_is_named() -> None:
     view = replace(TRAINING, checkpoint=committed(node="b"))
     assert job_status("job", view).checkpoint_node == "b"
-    assert "\nthe checkpoint is on the disk of b only\n" in shown(view)
+    assert "\nnewest checkpoint: step 120, on the disk of b only\n" in shown(view)
 
 
-def test_a_shared_checkpoint_is_not_mentioned() -> None:
-    for view in (TRAINING, replace(TRAINING, checkpoint=None)):
-        assert job_status("job", view).checkpoint_node is None
-        assert "disk" not in shown(view)
+def test_a_shared_checkpoint_is_shown_without_a_node() -> None:
+    shared, none = replace(TRAINING, checkpoint=committed()), replace(TRAINING, checkpoint=None)
+    assert job_status("job", shared).checkpoint_node is job_status("job", none).checkpoint_node is None
+    assert "\nnewest checkpoint: step 120\n" in shown(shared)
+    assert "checkpoint" not in shown(none)
 
 
 INCIDENT = Incident(

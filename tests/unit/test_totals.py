@@ -43,7 +43,7 @@ def test_one_is_not_many() -> None:
 
 
 def test_an_incident_that_cost_no_step_says_so() -> None:
-    assert summary(Totals(incidents=1, downtime_s=1.0), 0.0, 10.0).endswith("; no step was lost")
+    assert summary(Totals(incidents=1, downtime_s=1.0), 0.0, 10.0).endswith("; no step was replayed")
 
 
 def test_what_a_script_without_commits_did_again_is_not_known() -> None:

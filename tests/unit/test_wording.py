@@ -40,7 +40,7 @@ from agent.core.model import (
 from agent.core.observations import Observations, Outage, observe
 from agent.core.planner import plan
 from agent.core.proposals import Plan
-from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft, Requested
+from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft, Requested, Waiting
 from agent.core.state import AgentState, Leaving
 from agent.core.view import ClusterView
 from agent.observe.announcements import Announced, announce
@@ -310,18 +310,29 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
     ],
 )
 def test_news_is_told_once(told: Announced, state: AgentState, sentences: list[str]) -> None:
-    told, new = announce(told, state, (COMPLETE,))
+    told, new = announce(told, state, (COMPLETE,), now=0.0)
     assert new == tuple(sentences)
-    assert announce(told, state, (COMPLETE,))[1] == ()
+    assert announce(told, state, (COMPLETE,), now=0.0)[1] == ()
 
 
 def test_a_reason_to_wait_is_told_when_it_changes() -> None:
     told = TOLD
     for reason, is_new in ((LOST, True), (LOST, False), (FINISHED, True), (LOST, True)):
-        told, new = announce(told, replace(SETTLED, planned=Plan(None, reason)))
+        told, new = announce(told, replace(SETTLED, planned=Plan(None, reason)), now=0.0)
         assert new == ((describe(reason),) if is_new else ())
     acts = replace(SETTLED, planned=Plan(fx.Refresh(), FINISHED))
-    assert announce(told, acts)[1] == ()
+    assert announce(told, acts, now=0.0)[1] == ()
+
+
+def test_nodes_that_have_not_reported_their_snapshots_are_named_only_if_they_are_late() -> None:
+    """Each group begins with such a wait, for some milliseconds."""
+    told, named = TOLD, list[str]()
+    for second, who in enumerate(("a b", "a", "a", "a", "", "a", "a")):
+        reason = Waiting(what="inventory", node_ids=tuple(who.split()))
+        planned = Plan(None, reason) if who else Plan(fx.Refresh(), FINISHED)
+        told, new = announce(told, replace(SETTLED, planned=planned), now=float(second))
+        named += [f"{second}: {sentence}" for sentence in new]
+    assert named == ["2: waiting for a to say what can be resumed from"]
 
 
 def test_each_slow_rank_is_named_once_in_a_group() -> None:
@@ -331,7 +342,7 @@ def test_each_slow_rank_is_named_once_in_a_group() -> None:
         nodes = (but(each, own_s=(own,)) for each, own in zip((A, B, C), own_s, strict=True))
         group = but(TRIO, number=number)
         shown = replace(view(ELASTIC, *nodes, group=group, parts=first_steps(group)), leader=LEADS.leader)
-        told, new = announce(told, replace(SETTLED, view=shown))
+        told, new = announce(told, replace(SETTLED, view=shown), now=0.0)
         return told, len(new)
 
     told, count = named(TOLD, 0.9, 0.1, 0.1)
