@@ -99,10 +99,12 @@ class DirectoryOpener:
             AgentGoneError: the agent has exited.
             OSError: without an agent, reading failed.
             SystemExit: the state cannot be read, which was reported to the agent; this group is no longer current; or,
-                with `EXIT_NO_RESTART`, the directory is a file, or in one.
+                with `EXIT_NO_RESTART`, the directory is a file, or in one, or cannot be made or written.
         """
         node = self.node = self._find_node()
         start = self._find_start(node)
+        if start == StartingPoint() and self._channel is not None and not is_remote(self._directory):
+            self._require_directory()
         named_group = os.environ.get(contract.GROUP)
         group = int(named_group) if named_group else first_free_group(self._directory, self._run)
         self.writer = Writer(
@@ -163,6 +165,22 @@ class DirectoryOpener:
             self._channel.report_unreadable(what)  # before the other ranks learn of it and exit
             warn(f"cannot read {what}")
             raise SystemExit(1) from error
+
+    def _require_directory(self) -> None:
+        """At the first start, find out now, and not at the first save, whether checkpoints can be written.
+
+        Raises:
+            SystemExit: with `EXIT_NO_RESTART`, they cannot.
+        """
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            if os.access(self._directory, os.W_OK | os.X_OK):
+                return
+            why = "this user may not write there"
+        except OSError as error:
+            why = str(error)
+        warn(f"cannot write checkpoints in {self._directory}: {why}; give another directory")
+        raise SystemExit(contract.EXIT_NO_RESTART)
 
     def _choose_start(self, node: str) -> StartingPoint:
         fresh = os.environ.get(contract.FRESH) == "1"

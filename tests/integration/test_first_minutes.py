@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from integration.conftest import PATIENCE_S
 from machines import environment
 from waiting import wait_for
@@ -179,13 +180,24 @@ for _ in state.epochs(1):
 """
 
 
-def test_a_file_in_place_of_the_directory_of_checkpoints_ends_the_job_with_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("directory", "told"),
+    [
+        (
+            "train.py/checkpoints",
+            "wanted a directory for checkpoints, and {directory} is a file, or in one: give another",
+        ),
+        ("/proc/checkpoints", "cannot write checkpoints in {directory}: [Errno 2] No such file or directory"),
+    ],
+)
+def test_a_place_where_no_checkpoint_can_be_ends_the_job_at_once_with_one_line(
+    tmp_path: Path, directory: str, told: str
+) -> None:
     (tmp_path / "train.py").write_text(STATE)
-    directory = tmp_path / "train.py" / "checkpoints"
+    directory = str(tmp_path / directory)
     done = run(tmp_path, *ALONE, "--nproc_per_node=2", f"--checkpoint_dir={directory}", "train.py")
     assert done.returncode == 1, done.stderr
-    told = f"wanted a directory for checkpoints, and {directory} is a file, or in one: give another"
-    assert done.stderr.count(told) == 1, done.stderr
+    assert done.stderr.count(told.format(directory=directory)) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert "which asks for no restart" in done.stderr
 
