@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer_runtime import contract
 from trainer_runtime.manifest import MANIFEST, Manifest, StoredFile, decode, parse_stem
 from trainer_runtime.node_memory import NodeMemory, allocate
 from trainer_runtime.object_store import is_remote, list_names, open_remote
@@ -55,6 +56,12 @@ def warn(message: str) -> None:
     """Print one line on stderr, with the prefix `trainer_runtime: `."""
     sys.stderr.write(f"trainer_runtime: {message}\n")
     sys.stderr.flush()
+
+
+def refuse(message: str) -> SystemExit:
+    """Print why this script must not be started again; return the exit to raise. The agent repeats the line."""
+    warn(f"error: {message}")
+    return SystemExit(contract.EXIT_NO_RESTART)
 
 
 def limit_behind(error: Exception) -> str:

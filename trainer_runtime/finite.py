@@ -6,14 +6,13 @@ is finite. A person has to decide what to change before the job continues from t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 from torch import nn
 
-from trainer_runtime import contract
+from trainer_runtime.checkpoint import refuse
 
 _NAMED = 5
 
@@ -73,8 +72,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _stop(step: int, wrong: list[str]) -> NoReturn:
     more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-    sys.stderr.write(
-        f"trainer_runtime: step {step} is not finite: {', '.join(wrong[:_NAMED])}{more}; it does not count, and the "
-        f"job stops at step {step - 1}. Find the cause with torch.autograd.set_detect_anomaly(True)\n"
+    raise refuse(
+        f"step {step} is not finite: {', '.join(wrong[:_NAMED])}{more}; it does not count, and the job stops at step "
+        f"{step - 1}. Find the cause with torch.autograd.set_detect_anomaly(True)"
     )
-    raise SystemExit(contract.EXIT_NO_RESTART)

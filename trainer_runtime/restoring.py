@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_runtime import contract
 from trainer_runtime.capture.capturing import CONTENT_VERSION, Capturer, CheckpointPlace
-from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.checkpoint import CheckpointError, refuse
 from trainer_runtime.contents import SHARDED, OtherWorldError
 from trainer_runtime.dist import do_on_all, is_main, local_rank, open_control_page, rank, world_size
 from trainer_runtime.exchange import Exchange
@@ -241,8 +241,7 @@ def exit_without_restart(channel: AgentChannel | None, kind: type[RuntimeError] 
     except kind as error:
         if channel is None:
             raise
-        warn(str(error))
-        raise SystemExit(contract.EXIT_NO_RESTART) from error
+        raise refuse(str(error)) from error
 
 
 def require_only_state(

@@ -35,6 +35,7 @@ from trainer_runtime.checkpoint import (
     first_free_group,
     is_listed,
     read,
+    refuse,
     warn,
 )
 from trainer_runtime.checkpoint_files import rename_to_final
@@ -159,8 +160,8 @@ class DirectoryOpener:
             return self._choose_start(node)
         except (CheckpointError, OSError) as error:
             if isinstance(error, NotADirectoryError) and not self.committed_step:  # no later try can find one there
-                warn(f"wanted a directory for checkpoints, and {self._directory} is a file, or in one: give another")
-                raise SystemExit(contract.EXIT_NO_RESTART) from error
+                what = f"wanted a directory for checkpoints, and {self._directory} is a file, or in one: give another"
+                raise refuse(what) from error
             what = f"the checkpoint in {self._directory}: {error}"
             self._channel.report_unreadable(what)  # before the other ranks learn of it and exit
             warn(f"cannot read {what}")
@@ -179,8 +180,7 @@ class DirectoryOpener:
             why = "this user may not write there"
         except OSError as error:
             why = str(error)
-        warn(f"cannot write checkpoints in {self._directory}: {why}; give another directory")
-        raise SystemExit(contract.EXIT_NO_RESTART)
+        raise refuse(f"cannot write checkpoints in {self._directory}: {why}; give another directory")
 
     def _choose_start(self, node: str) -> StartingPoint:
         fresh = os.environ.get(contract.FRESH) == "1"

@@ -49,6 +49,8 @@ _USAGE_ERRORS = (
 """What argparse and click print last about a wrong command line."""
 _SHARED_LIBRARY = "shared object"
 """Part of an ImportError's text if a system library could not be loaded."""
+_REFUSED = re.compile(r"^trainer_runtime: error: (.+)$", re.MULTILINE)
+"""What the runtime prints before it ends a script that must not be started again."""
 _THROWN = re.compile(r"terminate called after throwing an instance of '(.*)'(?:\n.*?what\(\): +(.*))?")
 _SURVIVED_MARKERS = (
     "Exception ignored",
@@ -122,6 +124,9 @@ def start_error(text: str) -> str:
 
 
 def _exception(text: str) -> ErrorText:
+    refused = _last(_REFUSED, text)
+    if refused and _HEADER not in text[refused.end() :]:
+        return _bounded(refused[1], "")
     lines = text.split("\n")
     for at in reversed(range(len(lines))):
         if not lines[at].endswith(_HEADER):

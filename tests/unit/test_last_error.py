@@ -24,6 +24,14 @@ Traceback (most recent call last):
     ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 ValueError: no such thing
 """
+REFUSED = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 3, in load
+    return table[key]
+KeyError: 'a'
+trainer_runtime: error: step 8 is not finite: loss
+[W1129 17:00:00.0 ProcessGroup.cpp:1] Warning: a library's last word
+"""
 CHAINED = """\
 Traceback (most recent call last):
   File "/job/train.py", line 3, in load
@@ -176,6 +184,11 @@ def test_the_last_exception_ended_it(text: str, error: str) -> None:
     found, traceback = find_error(text, 0)
     assert found == error
     assert (error in traceback) or error.startswith("Syntax")
+
+
+def test_a_script_that_the_runtime_refused_ended_by_what_it_said_last() -> None:
+    assert find_error(REFUSED, 0) == ("step 8 is not finite: loss", "")
+    assert find_error(REFUSED + PLAIN, 0)[0] == "ValueError: no such thing"
 
 
 def test_a_traceback_has_the_exceptions_that_led_to_it() -> None:

@@ -296,6 +296,7 @@ def test_a_handoff_at_a_full_disk_trains_on(
 ) -> None:
     state = tr.State(checkpoint_dir=tmp_path / "place", save_every=100, best=0.0)
     state.restore()
+    (tmp_path / "place").rmdir()
     (tmp_path / "place").touch()  # nothing can be written below it
     train_until_asked(state, page, at=3)
     assert (state.step, page.quiesced, agent.asked) == (9, 0, [])
