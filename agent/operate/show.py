@@ -181,6 +181,9 @@ def explain_group(target: Target, group: int | None, *, as_json: bool) -> int:
         print_json({"job_id": keys.job_id, "sentences": sentences, "incident": incident_json(incident)})
     else:
         click.echo("\n".join(sentences))
+        faults = [number for number, each in incidents.items() if each.cause in {"failed", "lost"}]
+        if group is None and faults and max(faults) < number:
+            click.echo(f"The last failure or loss led to group {max(faults)}: elastic-agent explain {max(faults)}")
     return 0
 
 

@@ -245,6 +245,8 @@ def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     sentences = ask(three, "explain", "2").out
     assert f"\nFirst failure: {killed}.\n" in sentences
     assert "\nIt took " in sentences
+    newest = ask(three, "explain").out
+    assert "\nThe last failure or loss led to group 2: elastic-agent explain 2\n" in f"{newest}\n"
     line = f"elastic-agent[{status.leader}] group 2 after "
     says = three.nodes[status.leader or ""]
     wait_for(
