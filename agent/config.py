@@ -17,8 +17,9 @@ from typing import Literal
 
 from agent.console import ConsoleConfig
 from agent.core.bounds import MAX_NP
-from agent.core.model import Policy, Timing
+from agent.core.model import Timing
 from agent.core.neighbours import SILENT_HEARTBEATS
+from agent.core.policy import Policy
 from agent.errors import ConfigError
 from agent.local_etcd.ensemble import Ensemble
 from agent.roles.plan import RolePlan

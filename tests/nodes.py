@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from agent.core.model import Node, Policy, Stored, Timing
+from agent.core.model import Node, Timing
+from agent.core.policy import Policy
+from agent.core.records import Stored
 from agent.core.state import AgentFacts
 
 TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)

@@ -6,8 +6,9 @@ from typing import Any
 
 from reasons import LOST
 
+from agent.core.failures import Failure
 from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
-from agent.core.model import Cause, Failure, Spec
+from agent.core.model import Cause, Spec
 from agent.core.reasons import GroupReason, NodesThere
 from agent.observe.goodput import training_since
 from agent.observe.report.run_history import RunHistory

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from agent.core.failures import ExitReport
 from agent.core.incident import StallReport, TransitionReport
 from agent.core.member_status import MemberStatus
-from agent.core.model import ExitReport, Group, Inventory, Quiesced
+from agent.core.model import Group, Quiesced
+from agent.core.saved_states import Inventory
 
 Part = Inventory | Quiesced | TransitionReport | StallReport | ExitReport
 NAMES: dict[type[Part], str] = {

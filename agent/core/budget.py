@@ -24,8 +24,10 @@ from signal import SIGKILL
 
 from agent.core.backoff import doubled_s
 from agent.core.causes import first_failure
-from agent.core.model import ExitReport, Failure, Group, Identity
+from agent.core.failures import ExitReport, Failure
+from agent.core.model import Group
 from agent.core.reasons import EndingReason, FailedWorker, Finished, GaveUp, NotRetried, Requested
+from agent.core.records import Identity
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_UNSAVED, EXIT_USAGE
 from trainer_runtime.contract import EXIT_NO_RESTART, EXIT_RESTART
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from agent.core.model import CachedRecords, Checkpoint, Group, Record, RestorePoint, Stored
+from agent.core.model import CachedRecords, Group
+from agent.core.records import Record, Stored
+from agent.core.saved_states import Checkpoint, RestorePoint
 from agent.core.view import ClusterView
 
 R = TypeVar("R", bound=Record)

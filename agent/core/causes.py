@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from agent.core.failures import Clock, ExitReport, Failure
 from agent.core.incident import TransitionReport
-from agent.core.model import Clock, ExitReport, Failure, Group, Identity
+from agent.core.model import Group
+from agent.core.records import Identity
 
 _TAIL_CHARACTERS = 400
 """Characters of output that are kept of each failure but the first, since there may be many."""

@@ -10,21 +10,10 @@ from dataclasses import dataclass
 
 from agent.core.incident import GroupChange
 from agent.core.member_status import MemberStatus
-from agent.core.model import (
-    Checkpoint,
-    Group,
-    HandoffRequest,
-    Identity,
-    Leader,
-    Member,
-    Node,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-    Suspicion,
-)
+from agent.core.model import Group, HandoffRequest, Leader, Member, Node, Result, Spec, Suspicion
 from agent.core.reasons import CommitRefused, LeaveReason, UnsavedSteps
+from agent.core.records import Identity
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 
 # Effects on the store
 

@@ -9,7 +9,9 @@ from typing import Literal
 from agent.core.effects import NodeIdHolder, StoreEffect
 from agent.core.incident import RankStall
 from agent.core.member_status import WrittenStatus
-from agent.core.model import Checkpoint, Identity, LinkState, Replica
+from agent.core.model import LinkState
+from agent.core.records import Identity
+from agent.core.saved_states import Checkpoint, Replica
 from agent.core.view import ClusterView
 
 

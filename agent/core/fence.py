@@ -14,8 +14,8 @@ import msgspec
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.lineage import refusal
-from agent.core.model import Checkpoint
 from agent.core.reasons import CommitRefused
+from agent.core.saved_states import Checkpoint
 from agent.core.view import ClusterView
 
 Settled = fx.AnswerPublish | fx.WriteCheckpoint | None

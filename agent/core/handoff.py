@@ -34,8 +34,10 @@ from agent.core.neighbours import neighbours, next_member
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.core.model import Cause, Checkpoint, Group, Member, Policy, Quiesced
+    from agent.core.model import Cause, Group, Member, Quiesced
+    from agent.core.policy import Policy
     from agent.core.reasons import GroupReason
+    from agent.core.saved_states import Checkpoint
     from agent.core.view import ClusterView
 
 _TIMEOUT_S = 600.0

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from agent.core.failures import ExitReport, Failure
 from agent.core.incident import RankStall, StallReport
-from agent.core.model import ExitReport, Failure, Group
+from agent.core.model import Group
 from agent.core.reasons import Hang
 
 REPORT_WITHIN_S = 3.0

@@ -16,8 +16,10 @@ from typing import Literal
 import msgspec
 
 from agent.core.bounds import Count, NodeId, Nproc, Run, Seconds, WallClock
-from agent.core.model import Cause, Clock, Failure, Group, MemberRecord, Record
+from agent.core.failures import Clock, Failure
+from agent.core.model import Cause, Group
 from agent.core.reasons import Doing, GroupReason
+from agent.core.records import MemberRecord, Record
 
 
 class WorkerEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -30,10 +30,11 @@ from agent.core.backoff import spread
 from agent.core.handoff import stopped_at
 from agent.core.incident import GroupChange, members_of
 from agent.core.local_workers import PLANNED, Patience, Place, follow_group
-from agent.core.model import Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
+from agent.core.model import Group, HandoffRequest, Leader, LinkState, Result, Spec
 from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
 from agent.core.reasons import UnsavedSteps
+from agent.core.saved_states import RestorePoint
 from agent.core.state import AgentState
 from agent.core.transitions import due_before_end, due_status
 from agent.core.view import ClusterView

@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
-from agent.core.model import Checkpoint, Replica, RestorePoint, StateId
 from agent.core.reasons import CommitRefused
+from agent.core.saved_states import Checkpoint, Replica, RestorePoint, StateId
 
 
 def age(copy: StateId, run: str) -> tuple[bool, int, int, int]:

@@ -18,16 +18,10 @@ from agent.core import events as ev
 from agent.core.backoff import doubled_s
 from agent.core.budget import EARLY_S, is_peer_lost, is_port_taken
 from agent.core.causes import in_short, is_between_ranks
-from agent.core.model import (
-    Clock,
-    ExitReport,
-    Failure,
-    Group,
-    Identity,
-    Quiesced,
-    Spec,
-)
+from agent.core.failures import Clock, ExitReport, Failure
+from agent.core.model import Group, Quiesced, Spec
 from agent.core.reasons import SetUpFailed
+from agent.core.records import Identity
 
 _CAUSE_WITHIN_S = 1.5
 PLANNED = frozenset({"join", "scale", "drain"})

@@ -18,8 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agent.core.bounds import Count
+from agent.core.failures import ExitReport
 from agent.core.incident import StallReport, TransitionReport
-from agent.core.model import ExitReport, Identity, Inventory, MemberRecord, Quiesced
+from agent.core.model import Quiesced
+from agent.core.records import Identity, MemberRecord
+from agent.core.saved_states import Inventory
 
 
 class MemberStatus(MemberRecord, frozen=True, kw_only=True):

@@ -6,11 +6,10 @@ is immutable, and every tuple has a defined order: nothing may depend on the ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -25,32 +24,15 @@ from agent.core.bounds import (
     Run,
     Seconds,
     WallClock,
-    WorldSize,
 )
-from agent.core.reasons import EndingReason, FailedWorker, GroupReason, Hang, ResultReason, UnfitReason
+from agent.core.reasons import EndingReason, GroupReason, ResultReason, UnfitReason
+from agent.core.records import Identity, MemberRecord, Record
 from agent.core.ring import ring
+from agent.core.saved_states import Checkpoint, RestorePoint
 from agent.errors import EXIT_UNSAVED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all records: the version of the format."""
-
-    v: Literal[1] = 1
-
-
-class MemberRecord(Record, frozen=True, kw_only=True, dict=True):
-    """Base of the records about one member."""
-
-    node_id: NodeId
-    incarnation: str
-
-    @cached_property
-    def identity(self) -> Identity:
-        """The member's identity: the same node id with another incarnation is another member."""
-        return Identity(self.node_id, self.incarnation)
 
 
 class Spec(Record, frozen=True, kw_only=True):
@@ -202,13 +184,6 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return Identity(self.node_id, self.incarnation)
 
 
-class Identity(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, cache_hash=True, gc=False):
-    """(node_id, incarnation)."""
-
-    node_id: NodeId
-    incarnation: str
-
-
 Cause = Literal["start", "lost", "failed", "join", "scale", "drain", "restart", "port", "wait"]
 
 
@@ -298,83 +273,6 @@ def _place_of(who: Identity, by_id: Mapping[str, int], members: tuple[Member, ..
     return place if place is not None and members[place].incarnation == who.incarnation else None
 
 
-class StateId(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A state of the training: the step that it was committed at, and in which group of which run.
-
-    Equal steps of two groups are two copies: a group that was cut off and its successor may both have made step 105.
-    So are two saves of one step: what a script does after its last commit, and saves, is newer than that commit.
-    """
-
-    run: Run
-    group: Count
-    step: Count
-    save: Count = 0
-    """Times that a save closed the epoch since that step was committed."""
-
-
-class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A snapshot, or parts of one, that a node holds in memory."""
-
-    copy: StateId
-    world_size: WorldSize
-    has_common: bool
-    """Whether it has the part that is equal on all ranks."""
-    parts: tuple[Count, ...]
-    """Ranks whose own parts it has."""
-
-
-class Checkpoint(Record, frozen=True, kw_only=True):
-    """The committed checkpoint: where training may resume, and which files may be deleted; no others may.
-
-    Written by the agent whose worker wrote the files, through the fence: only while `group`, and this record, are
-    still those that the decision rested on.
-    """
-
-    number: Count = 0
-    """Number of writes of this record. 0: not written yet."""
-    run: Run = ""
-    """The run of the job. `copy.run` may be an older run, whose checkpoint was adopted."""
-    copy: StateId
-    name: str
-    """Final name of its directory."""
-    private: str
-    """Name of its directory before the rename. Empty: it had its final name already."""
-    manifest_sha256: str
-    kept: tuple[str, ...]
-    """Private names of the older checkpoints of this run that are kept, oldest first."""
-    superseded: tuple[str, ...]
-    """Private names of the older checkpoints that may be deleted now."""
-    is_rollback: bool = False
-    """This is an older checkpoint, because the previous one was damaged."""
-    handoff: Count = 0
-    """Number of the handoff that it was made for: all ranks stopped after this step. 0: none."""
-    is_late: bool = False
-    """The ranks have trained on, because the checkpoint was not committed in time."""
-    node: str = ""
-    """Id of the node whose local disk has it. Empty: all nodes see the directory."""
-    size_bytes: Count = 0
-    """Size of all its files. This and the next two are only displayed, and are 0 if not known."""
-    took_s: Seconds = 0.0
-    """Time until the files were on disk. Training goes on meanwhile, except during hooks and for shards."""
-    at: WallClock = 0.0
-    """When writing began: wall clock of the writer, seconds since 1970."""
-
-
-class RestorePoint(Record, frozen=True, kw_only=True):
-    """The state that a group begins from. No rank takes a step before this is written."""
-
-    group: Count
-    copy: StateId | None
-    """None: training begins at the start."""
-    lineage: tuple[StateId, ...]
-    """The restore points back to the committed checkpoint, oldest first. Copies of a group count up to this step."""
-    checkpoint: Checkpoint | None
-    """The committed checkpoint. None: a checkpoint of an older run may be adopted."""
-    saver: Identity | None = None
-    """The agent that saves the copy from its memory, in a group without members before the job is stopped. None: no
-    agent is asked to."""
-
-
 class HandoffRequest(Record, frozen=True, kw_only=True):
     """A request that all ranks of a group stop after the same step, save it, and wait for the next group.
 
@@ -454,93 +352,6 @@ class Leader(MemberRecord, frozen=True, kw_only=True):
     """The agent that writes the next group. Bound to its lease."""
 
 
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a worker failed."""
-
-    rank: Count
-    local_rank: Count
-    exit_code: Count | None
-    """None: it was killed by `signal`. 0: it ended before the other ranks were done."""
-    signal: Count | None
-    is_port_taken: bool = False
-    """It could not listen on the master port of the group."""
-    is_peer_lost: bool
-    """It failed because the connection to another rank broke, most likely as a consequence of another failure."""
-    unreadable: str = ""
-    """Which checkpoint it could not read, and why; it had to begin from that one. Empty: it was something else."""
-    tail: str
-    """Last lines of its standard error, or of both output streams if no exception is known."""
-    at: WallClock
-    """When it ended: wall clock of its node, seconds since 1970."""
-    error: str = ""
-    """The exception that ended it, on one line. Empty: none is known."""
-    traceback: str = ""
-    """Its traceback, where the script recorded one (torch's `@record`) or `tail` holds only a part. Else empty."""
-    why: str = ""
-    """The cause as the system reports it: memory ran out, or a GPU failed. Empty: none is known."""
-    script_error: str = ""
-    """The error in the script that ended each rank of the node before any process group existed, and its place. Empty:
-    not all of them ended so, or the cause may be another one."""
-    last_step: Count = 0
-    """The last step that it committed, if it ended with code 0 before the other ranks were done. 0: none."""
-    hang: Hang | None = None
-    """It did not end but made no step. None: it ended."""
-
-    @property
-    def is_early_end(self) -> bool:
-        """Whether it ended with code 0, but before the other ranks, whose connections to it then broke."""
-        return self.exit_code == 0
-
-    def in_short(self, node_id: str) -> FailedWorker:
-        """Return the failure as it is in reasons: without the output of the worker."""
-        return FailedWorker(
-            node_id=node_id,
-            rank=self.rank,
-            exit_code=self.exit_code,
-            signal=self.signal,
-            is_port_taken=self.is_port_taken,
-            is_peer_lost=self.is_peer_lost,
-            unreadable=self.unreadable,
-            error=self.error,
-            why=self.why,
-            script_error=self.script_error,
-            last_step=self.last_step,
-            hang=self.hang,
-        )
-
-
-class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the wall clock of another node compares to this node's."""
-
-    who: Identity
-    ahead_s: Seconds
-    error_s: Seconds
-    """Bound of the error of `ahead_s`."""
-
-
-class Inventory(MemberRecord, frozen=True, kw_only=True):
-    """The snapshots that a member held in memory when its workers of a group started."""
-
-    group: Count
-    copies: tuple[Replica, ...]
-
-
-class ExitReport(MemberRecord, frozen=True, kw_only=True):
-    """How the workers of one node ended in one group."""
-
-    group: Count
-    step: Count
-    """Highest step that its ranks committed. 0: the script commits none."""
-    failure: Failure | None
-    """The first failure. None: all of its workers ended with exit code 0."""
-    after_s: Seconds = 0.0
-    """Seconds from that failure until this was reported."""
-    step_s: Seconds = 0.0
-    """The usual time of a step. 0: not known."""
-    clocks: tuple[Clock, ...] = ()
-    """How the clocks of its neighbours compare to its own."""
-
-
 class Result(Record, frozen=True, kw_only=True):
     """How the job ended. It is never rewritten: a finished job stays finished."""
 
@@ -563,55 +374,3 @@ class Result(Record, frozen=True, kw_only=True):
         if self.succeeded:
             return "succeeded"
         return "stopped" if self.exit_code in {0, EXIT_UNSAVED} else "failed"
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Stored(Generic[T]):
-    """A record, with its revisions and its lease in etcd."""
-
-    value: T
-    create_revision: int
-    mod_revision: int
-    lease_id: int = 0
-    """0: none."""
-
-
-_SAME_WITHIN_S = 5.0
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Durations and limits that the planner and the life cycle use. Durations are in seconds."""
-
-    lease_ttl_s: float
-    settle_s: float
-    """How long to wait for more nodes after the last arrival, between min and max."""
-    stop_grace_s: float
-    """Time between SIGTERM and SIGKILL when workers are stopped for a planned change."""
-    kill_timeout_s: float
-    """Seconds after SIGKILL. A node with a process that is still alive then is unfit."""
-    max_restarts: int
-    """Number of worker failures without progress that are answered with a restart."""
-    handoff_timeout_s: float
-    """How long a member that was asked to leave waits for its group to stop and save."""
-    handoff_wait_s: float
-    """How long ranks that stopped and saved wait for the next group before they train on."""
-    elastic_timeout_s: float | None
-    """How long the job waits for nodes before it gives up. None: forever."""
-    progress_window_s: float
-    """This much new training resets the count of failures."""
-    preempted_code: int = 0
-    """Exit code of an agent that was asked to leave by a signal."""
-    ends_at_script_errors: bool = False
-    """An error in the script that ends every rank twice in a row, before anything was trained, ends the job."""
-
-    @property
-    def same_within_s(self) -> float:
-        """How long to wait after such an error for the same one: in other ranks of its node, then on other nodes.
-
-        The ranks import the same libraries, but not equally fast.
-        """
-        return _SAME_WITHIN_S if self.ends_at_script_errors else 0.0

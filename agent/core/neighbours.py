@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import Group, Identity, LinkState, Member, Suspicion
+from agent.core.model import Group, LinkState, Member, Suspicion
 from agent.core.reachability import among_members, is_examined
+from agent.core.records import Identity
 from agent.core.ring import ring
 from agent.core.view import ClusterView
 

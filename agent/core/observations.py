@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from agent.core.cached_records import lost_data
 from agent.core.handoff import HandoffProgress, note
 from agent.core.hangs import is_due, standing
-from agent.core.model import Identity, Member, Suspicion
+from agent.core.model import Member, Suspicion
 from agent.core.reachability import among_members, partitioned
+from agent.core.records import Identity
 from agent.core.view import ClusterView
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.core.effects import Refresh
-from agent.core.model import Failure, Group, Member
+from agent.core.failures import Failure
+from agent.core.model import Group, Member
 from agent.core.proposals import Plan, Proposals, node_ids, required
 from agent.core.reachability import choose_connected, partitioned, reported_silent, unreachable_from_outside
 from agent.core.reasons import NodesUnreachable, Waiting

@@ -56,11 +56,13 @@ from agent.core.cached_records import lost_data
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import RestoredRecords
 from agent.core.ending import Ending
+from agent.core.failures import Failure
 from agent.core.handoff import PlannedChange, are_ranks_quiesced, can_hand_off
 from agent.core.hangs import REPORT_WITHIN_S, as_report, in_group
-from agent.core.model import CachedRecords, Cause, Failure, Group, Identity, Member, Policy, Stored
+from agent.core.model import CachedRecords, Cause, Group, Member
 from agent.core.neighbours import silent_members
 from agent.core.observations import Observations
+from agent.core.policy import Policy
 from agent.core.proposals import Plan, begin_again, growth_wait_s, node_ids, required
 from agent.core.reasons import (
     DataLost,
@@ -77,6 +79,7 @@ from agent.core.reasons import (
     Waiting,
     WorkersFailed,
 )
+from agent.core.records import Identity, Stored
 from agent.core.view import ClusterView
 from trainer_runtime.contract import EXIT_NO_RESTART
 

@@ -18,8 +18,9 @@ from agent.core.causes import first_failure
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.handoff import PlannedChange, prepare_change
 from agent.core.member_status import MemberStatus
-from agent.core.model import Cause, Checkpoint, Group, HandoffRequest, Member, Policy, RestorePoint, Result, Spec
+from agent.core.model import Cause, Group, HandoffRequest, Member, Result, Spec
 from agent.core.observations import Observations
+from agent.core.policy import Policy
 from agent.core.reasons import (
     Beginning,
     CheckpointOnDisk,
@@ -31,6 +32,7 @@ from agent.core.reasons import (
     Requested,
     Waiting,
 )
+from agent.core.saved_states import Checkpoint, RestorePoint
 from agent.core.view import ClusterView
 
 STEADY_S = 600.0

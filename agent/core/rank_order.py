@@ -18,7 +18,8 @@ from agent.core.reachability import unreachable_from_outside
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.core.model import Group, Identity, Member, Node, Stored
+    from agent.core.model import Group, Member, Node
+    from agent.core.records import Identity, Stored
     from agent.core.view import ClusterView
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.core.model import Identity
+from agent.core.records import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

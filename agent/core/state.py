@@ -8,23 +8,14 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.local_workers import LocalWorkers
 from agent.core.member_status import WrittenStatus
-from agent.core.model import (
-    NO_INFO,
-    CachedRecords,
-    Group,
-    Identity,
-    Node,
-    NodeInfo,
-    Policy,
-    Replica,
-    StateId,
-    Stored,
-    Timing,
-)
+from agent.core.model import NO_INFO, CachedRecords, Group, Node, NodeInfo, Timing
 from agent.core.neighbours import Links
 from agent.core.observations import Observations, Outage
+from agent.core.policy import Policy
 from agent.core.proposals import Plan
 from agent.core.reasons import HealthCheckFailed, LeaveReason, ProcessesLeft, UnfitReason, UnsavedSteps
+from agent.core.records import Identity, Stored
+from agent.core.saved_states import Replica, StateId
 from agent.core.transitions import WorkerObservations
 from agent.core.view import ClusterView
 

@@ -8,10 +8,13 @@ import msgspec
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.failures import Clock
 from agent.core.incident import StallReport, TransitionReport
 from agent.core.local_workers import LocalWorkers, exit_report, quiesced
 from agent.core.member_status import WrittenStatus
-from agent.core.model import Clock, Group, Identity, Inventory, Quiesced, Replica, Stored
+from agent.core.model import Group, Quiesced
+from agent.core.records import Identity, Stored
+from agent.core.saved_states import Inventory, Replica
 from agent.core.view import ClusterView
 
 

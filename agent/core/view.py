@@ -13,25 +13,12 @@ from agent.core.rank_order import RankOrder
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from agent.core.failures import ExitReport
     from agent.core.incident import GroupChange, Incident, StallReport, TransitionReport
     from agent.core.member_status import MemberStatus
-    from agent.core.model import (
-        CachedRecords,
-        Checkpoint,
-        ExitReport,
-        Group,
-        HandoffRequest,
-        Identity,
-        Inventory,
-        Leader,
-        Node,
-        Quiesced,
-        RestorePoint,
-        Result,
-        Spec,
-        Stored,
-        Suspicion,
-    )
+    from agent.core.model import CachedRecords, Group, HandoffRequest, Leader, Node, Quiesced, Result, Spec, Suspicion
+    from agent.core.records import Identity, Stored
+    from agent.core.saved_states import Checkpoint, Inventory, RestorePoint
 
 
 @dataclass(frozen=True)

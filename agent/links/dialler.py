@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from agent import clock
-from agent.core.model import Identity, LinkState
+from agent.core.model import LinkState
 from agent.core.neighbours import SILENT_HEARTBEATS
+from agent.core.records import Identity
 from agent.links.clocks import ClockComparison
 from agent.links.frames import FrameKind, LinkBroken, LinkConnection, OtherCertificate, ping, read_pong
 from agent.links.handshake import Credential, LinkSession, handshake_as_dialler

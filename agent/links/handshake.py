@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from agent.core.bounds import Port
-from agent.core.model import Identity
+from agent.core.records import Identity
 from agent.links.frames import MAC_BYTES, NONCE_BYTES, VERSION, FrameKind, LinkBroken, LinkConnection, decode_or_break
 
 _encoder = msgspec.json.Encoder()

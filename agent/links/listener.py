@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from agent.core.model import Identity
+from agent.core.records import Identity
 from agent.links.frames import BUFFER_BYTES, FrameKind, LinkBroken, LinkConnection, LinkTls, pong
 from agent.links.handshake import Credential, LinkSession, ProofRefused, handshake_as_listener
 from agent.links.log_server import LogServer

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agent.core.model import Identity, Node
+from agent.core.model import Node
+from agent.core.records import Identity
 from agent.links.frames import FrameKind, LinkBroken, LinkConnection, decode_or_break
 from agent.links.handshake import Credential, handshake_as_dialler
 from agent.links.queries import FindLogs, LiveRanks, LogsFound, ReadLog

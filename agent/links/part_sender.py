@@ -35,7 +35,7 @@ from trainer_runtime.tls import fingerprint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.core.model import Identity
+    from agent.core.records import Identity
     from agent.links.frames import LinkTls
     from agent.links.handshake import Credential
 

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agent.core.bounds import Count, WorldSize
-from agent.core.model import Identity, StateId
+from agent.core.records import Identity
+from agent.core.saved_states import StateId
 from agent.links.frames import NONCE_BYTES, LinkBroken, decode_or_break
 from agent.links.handshake import Credential, LinkSession
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from agent.core.model import Identity, LinkState
+from agent.core.model import LinkState
+from agent.core.records import Identity
 from agent.links.dialler import Link, LinkCallbacks, Peer
 from agent.links.frames import LinkTls, in_the_clear
 from agent.links.handshake import Credential

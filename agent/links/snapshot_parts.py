@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from agent.core.bounds import Count, WorldSize
-from agent.core.model import StateId
+from agent.core.saved_states import StateId
 from agent.links.frames import FrameKind, LinkBroken, LinkConnection, decode_or_break
 from agent.links.handshake import LinkSession
 

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from agent.core.incident import Incident, IncidentMember, WorkerEnd
-from agent.core.model import Record, Spec
+from agent.core.model import Spec
 from agent.core.reasons import (
     CheckpointOnDisk,
     DataLost,
@@ -26,6 +26,7 @@ from agent.core.reasons import (
     Requested,
     WorkersFailed,
 )
+from agent.core.records import Record
 
 Kind = Literal[
     "worker failed",

@@ -17,14 +17,16 @@ import msgspec
 
 from agent.core.budget import highest_step
 from agent.core.causes import ReferenceOffset, Reporter, compare_clocks, in_short, order_of
+from agent.core.failures import ExitReport, Failure
 from agent.core.handoff import can_hand_off
 from agent.core.hangs import is_due
 from agent.core.incident import GroupChange, Incident, Phases, Totals, TransitionReport, WorkerEnd
 from agent.core.member_status import MemberStatus
-from agent.core.model import ExitReport, Failure, Group, Identity, Member, Result, Stored
+from agent.core.model import Group, Member, Result
 from agent.core.observations import Observations
 from agent.core.planner import accuse
 from agent.core.reasons import Requested
+from agent.core.records import Identity, Stored
 from agent.core.view import ClusterView
 from agent.observe.goodput import summary, training_since
 

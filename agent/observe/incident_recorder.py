@@ -19,9 +19,10 @@ from agent.core import effects as fx
 from agent.core.cached_records import lost_data
 from agent.core.events import Outcome
 from agent.core.incident import GroupChange, Incident, IncidentWrite, TransitionReport, members_of
-from agent.core.model import Group, Result, Stored
+from agent.core.model import Group, Result
 from agent.core.planner import accuse, as_cached
 from agent.core.reasons import NotRetried
+from agent.core.records import Stored
 from agent.core.state import AgentState
 from agent.core.view import ClusterView
 from agent.observe.announcements import Announced, announce

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from agent.core.effects import Exit
+from agent.core.failures import Failure
 from agent.core.incident import Incident, Phases, WorkerEnd
-from agent.core.model import Failure
 from agent.core.reasons import (
     AgentEnded,
     AskedToEnd,

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from agent.core.causes import first_failure, with_early_end
-from agent.core.model import Failure, Identity, Node
+from agent.core.failures import Failure
+from agent.core.model import Node
 from agent.core.reasons import SetUpFailed
+from agent.core.records import Identity
 from agent.core.state import AgentFacts, AgentState
 from agent.core.view import ClusterView
 from agent.observe.messages import describe, how_it_ended

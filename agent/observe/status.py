@@ -12,10 +12,12 @@ from rich.text import Text
 
 from agent.core.handoff import is_fulfilled
 from agent.core.hangs import standing
-from agent.core.model import Identity, Node, Policy, Spec, Timing
+from agent.core.model import Node, Spec, Timing
 from agent.core.observations import Observations, observe
 from agent.core.planner import plan
+from agent.core.policy import Policy
 from agent.core.reasons import Doing, Requested
+from agent.core.records import Identity
 from agent.core.view import ClusterView
 from agent.observe.messages import describe, one_line
 from agent.observe.quantities import duration

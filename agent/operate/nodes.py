@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from agent.core.model import Identity
 from agent.core.proposals import required
+from agent.core.records import Identity
 from agent.core.view import ClusterView
 from agent.errors import ConfigError, NotInTime
 from agent.observe.messages import listed

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.core.bounds import Count, Port, Run
-from agent.core.model import Record
+from agent.core.records import Record
 from agent.roles.plan import Kind, RolePlan, RoleProcess
 from trainer_runtime.shard_map import ShardMap, place_of
 

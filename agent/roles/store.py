@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from agent.core.model import Record
+from agent.core.records import Record
 from agent.errors import ConfigError, LeaseGone, RecordError, StoreUnavailable
 from agent.roles.events import RoleStoreEffect, WriteRecord, WriteRoleResult, WriteShardMap
 from agent.roles.model import MapRecord, RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView, map_record

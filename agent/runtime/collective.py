@@ -14,8 +14,10 @@ from agent.config import AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.budget import is_own
+from agent.core.failures import Failure
 from agent.core.lifecycle import step, wake_at
-from agent.core.model import Failure, Identity, LinkState, NodeInfo
+from agent.core.model import LinkState, NodeInfo
+from agent.core.records import Identity
 from agent.core.state import AgentFacts, AgentState
 from agent.diagnose.health import Health
 from agent.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import Failure
+from agent.core.failures import Failure
 from agent.errors import RecordError, StoreUnavailable
 from agent.observe.log import log
 from agent.observe.messages import how_it_ended

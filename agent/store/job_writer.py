@@ -16,7 +16,8 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import IncidentWrite
 from agent.core.member_status import MemberStatus, WrittenStatus
-from agent.core.model import Group, Node, Stored
+from agent.core.model import Group, Node
+from agent.core.records import Stored
 from agent.errors import LeaseGone, RecordError, StoreUnavailable
 from agent.store import listed_members
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store

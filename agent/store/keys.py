@@ -37,20 +37,10 @@ import msgspec
 
 from agent.core.incident import GroupChange, Incident
 from agent.core.member_status import MemberStatus
-from agent.core.model import (
-    Checkpoint,
-    Group,
-    HandoffRequest,
-    Leader,
-    Node,
-    Record,
-    RestorePoint,
-    Result,
-    Spec,
-    Stored,
-    Suspicion,
-)
+from agent.core.model import Group, HandoffRequest, Leader, Node, Result, Spec, Suspicion
 from agent.core.proposals import of_members
+from agent.core.records import Record, Stored
+from agent.core.saved_states import Checkpoint, RestorePoint
 from agent.core.view import Backlog, ClusterView
 from agent.errors import ConfigError, RecordError
 from agent.store.api import KeyRange, KeyValue, Snapshot

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import msgspec
 
 from agent.core.bounds import Count
-from agent.core.model import Group, Member, Record
+from agent.core.model import Group, Member
+from agent.core.records import Record
 
 LISTED_FROM = 64
 """Groups of so many members or more are stored in this form. Smaller ones can be read with etcdctl as a whole."""

@@ -17,7 +17,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from agent.core.incident import Incident, Phases
-from agent.core.model import Cause, Checkpoint
+from agent.core.model import Cause
+from agent.core.saved_states import Checkpoint
 from agent.core.view import ClusterView
 from agent.observe.status import job_status
 from agent.web.hub import Hub, KnownJobState

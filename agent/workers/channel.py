@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from agent.core.bounds import Count, Seconds, WallClock
-from agent.core.model import Checkpoint, RestorePoint, StateId
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from trainer_runtime import contract
 
 if TYPE_CHECKING:

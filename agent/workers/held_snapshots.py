@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from agent.core.model import Replica, StateId
+from agent.core.saved_states import Replica, StateId
 from agent.links.snapshot_parts import SNAPSHOTS_PER_RANK, add_newest
 from agent.workers.replica_space import is_in_memory
 from trainer_runtime.contract import MAX_DESCRIPTORS

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.config import AgentConfig, StandbyMode
-    from agent.core.model import Group, Identity
+    from agent.core.model import Group
+    from agent.core.records import Identity
 
 
 @dataclass(frozen=True)

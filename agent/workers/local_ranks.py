@@ -17,7 +17,7 @@ from trainer_runtime.contract import EXIT_RESTART
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from agent.core.model import Failure
+    from agent.core.failures import Failure
     from agent.workers.channel import Channel
     from agent.workers.launch_plan import Launch, RankCommand
     from agent.workers.local_rank import LocalRank

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from agent.children import at_parents_end
 from agent.core.events import PublishAsked, SaveEnded
-from agent.core.model import RestorePoint
+from agent.core.saved_states import RestorePoint
 from agent.observe.log import log
 from agent.observe.stderr import standard_error
 from agent.workers.channel import Channel, MessageError, publish_answer, restore_point_answer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from agent.core.effects import SaveSnapshot
-    from agent.core.model import Checkpoint, StateId
+    from agent.core.saved_states import Checkpoint, StateId
     from agent.workers.reactor import Reactor
     from agent.workers.snapshot_store import SnapshotStore
 

@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from agent.core.events import InventoryChanged
-from agent.core.model import StateId
+from agent.core.saved_states import StateId
 from agent.links.part_receiver import OutdatedPartError
 from agent.links.part_sender import LargePart, PartSender
 from agent.links.part_stream import PartHeader
@@ -41,7 +41,8 @@ from trainer_runtime.snapshot_page import LINK_PART_BYTES, read_slots
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from agent.core.model import Identity, RestorePoint
+    from agent.core.records import Identity
+    from agent.core.saved_states import RestorePoint
     from agent.workers.channel import DamagedMessage
     from trainer_runtime.contract import ControlPage
 

@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.core.events import Event
-    from agent.core.model import Checkpoint, Failure, RestorePoint, StateId
+    from agent.core.failures import Failure
+    from agent.core.saved_states import Checkpoint, RestorePoint, StateId
     from agent.links.part_sender import PartSender
     from agent.links.snapshot_parts import SnapshotPart
     from agent.workers.channel import Channel, ReplicaMessage

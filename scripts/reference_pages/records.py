@@ -30,8 +30,10 @@ _WRITTEN_BY = {
 """Writers of keys whose table does not say it, by the first words. A key with a node id is written by that node."""
 
 _STRUCTS = ("msgspec.Struct", "_Reason")
-_TYPES = ("agent/core/bounds.py", "agent/core/reasons.py")
-"""Modules that define types of fields, and no records."""
+_PARTS = ("agent/core/bounds.py", "agent/core/failures.py", "agent/core/records.py")
+"""Modules that define what records are made of."""
+_TYPES = ("agent/core/reasons.py",)
+"""Modules that define types of fields, and others."""
 
 
 def etcd_keys_page() -> str:
@@ -82,7 +84,11 @@ def record_sources() -> list[Source]:
     """The modules that define records of etcd."""
     names = {row["record"].strip("`") for rows in _key_tables() for row in rows}
     sources = sources_in("agent")
-    return [each for each in sources if each.place in _TYPES or any(found.name in names for found in each.classes)]
+    return [
+        each
+        for each in sources
+        if each.place in (*_PARTS, *_TYPES) or any(found.name in names for found in each.classes)
+    ]
 
 
 def _is_record(node: ast.ClassDef) -> bool:

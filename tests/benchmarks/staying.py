@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from agent.core.model import Group, Leader, Stored
+from agent.core.model import Group, Leader
+from agent.core.records import Stored
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.api import KeyRange
 from agent.store.etcd import EtcdStore

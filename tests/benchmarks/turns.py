@@ -19,7 +19,9 @@ from agent.core import events as ev
 from agent.core.incident import TransitionReport
 from agent.core.lifecycle import step, wake_at
 from agent.core.member_status import MemberStatus
-from agent.core.model import Inventory, Leader, Node, Record
+from agent.core.model import Leader, Node
+from agent.core.records import Record
+from agent.core.saved_states import Inventory
 from agent.core.state import AgentState
 from agent.observe.incident_recorder import Recorder, note_answer, observe_turn
 from agent.runtime.collective import initial_state, observer

@@ -25,7 +25,9 @@ from authority import Authority
 from structlog.testing import capture_logs
 from waiting import freeze
 
-from agent.core.model import Identity, LinkState, StateId
+from agent.core.model import LinkState
+from agent.core.records import Identity
+from agent.core.saved_states import StateId
 from agent.links import dialler
 from agent.links.dialler import Peer
 from agent.links.frames import LINK_PART_BYTES, FrameKind, LinkTls, in_the_clear
@@ -55,7 +57,7 @@ Wait = Callable[[Callable[[], bool]], None]
 PROGRAM = """
 import json, subprocess, sys
 from agent.runtime.agent_certificates import link_tls
-from agent.core.model import Identity
+from agent.core.records import Identity
 from agent.links.dialler import Peer
 from agent.links.pool import LinkPool
 

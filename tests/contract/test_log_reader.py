@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from agent.core.model import Identity, LinkState
+from agent.core.model import LinkState
+from agent.core.records import Identity
 from agent.links import log_server
 from agent.links.dialler import Peer
 from agent.links.frames import LOG_CHUNK_BYTES, FrameKind, LinkBroken, LinkConnection

@@ -16,7 +16,8 @@ import pytest
 from structlog.testing import capture_logs
 from waiting import comes_true, wait_for
 
-from agent.core.model import Identity, StateId
+from agent.core.records import Identity
+from agent.core.saved_states import StateId
 from agent.links import part_sender, part_stream
 from agent.links.frames import LinkBroken, in_the_clear
 from agent.links.handshake import Credential

@@ -24,7 +24,8 @@ from uvicorn.server import ServerState
 
 from agent.cli import command_line as cli
 from agent.cli.agent_config import read_node_config
-from agent.core.model import Identity, Spec, Stored
+from agent.core.model import Spec
+from agent.core.records import Identity, Stored
 from agent.core.view import ClusterView
 from agent.errors import ElasticAgentError, RecordError
 from agent.links.frames import BUFFER_BYTES, FrameKind, LinkBroken, LinkConnection, in_the_clear

@@ -9,7 +9,7 @@ import psutil
 from integration import held_saves
 from integration.conftest import PATIENCE_S, Job, open_store
 
-from agent.core.model import Checkpoint
+from agent.core.saved_states import Checkpoint
 from agent.rehearse.cluster import read_trace, wait_for
 from agent.store.keys import JobKeys, view_of
 

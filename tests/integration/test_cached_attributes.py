@@ -16,7 +16,7 @@ import pytest
 from integration.conftest import PATIENCE_S, PATIENT
 from integration.saving_job import Saving
 
-from agent.core.model import Checkpoint
+from agent.core.saved_states import Checkpoint
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
 

@@ -21,7 +21,7 @@ from integration.conftest import PATIENCE_S, PATIENT
 from integration.saving_job import Saving
 from integration.test_runtime_ranks import started
 
-from agent.core.model import Checkpoint
+from agent.core.saved_states import Checkpoint
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
 from trainer_runtime import contract

@@ -18,7 +18,7 @@ from waiting import wait_for
 from agent import clock
 from agent.config import HangConfig
 from agent.core.events import Event, RanksStalled, RanksStarted, RestorePointAsked, StepTimeChanged, WorkerExited
-from agent.core.model import RestorePoint
+from agent.core.saved_states import RestorePoint
 from agent.diagnose import stacks, step_watch
 from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.worker_group import WorkerGroup

@@ -17,7 +17,7 @@ from waiting import has_ended, wait_for
 
 from agent.config import HealthConfig, parse_command
 from agent.core.events import Event, HealthChecked
-from agent.core.model import Failure
+from agent.core.failures import Failure
 from agent.diagnose import commands, health
 from agent.diagnose.health import Health, gpu_query
 from agent.errors import ConfigError

@@ -24,7 +24,7 @@ from integration.test_snapshots_job import (
 )
 
 from agent.core.effects import SaveSnapshot
-from agent.core.model import StateId
+from agent.core.saved_states import StateId
 from agent.rehearse.cluster import read_trace, wait_for
 from agent.workers import snapshot_saver
 from agent.workers.reactor import Reactor

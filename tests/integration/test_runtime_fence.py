@@ -13,7 +13,7 @@ import pytest
 from ports import free_port
 
 from agent.core.events import Event, PublishAsked, WorkerExited, WorkersGone
-from agent.core.model import Checkpoint, RestorePoint
+from agent.core.saved_states import Checkpoint, RestorePoint
 from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime import contract

@@ -26,7 +26,7 @@ from agent.core.events import (
     WorkerExited,
     WorkersGone,
 )
-from agent.core.model import Checkpoint, Replica, RestorePoint, StateId
+from agent.core.saved_states import Checkpoint, Replica, RestorePoint, StateId
 from agent.links.snapshot_parts import SnapshotPart
 from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.snapshot_store import PieceSource

@@ -16,7 +16,7 @@ import torch
 from integration.conftest import PATIENCE_S, Job, open_store
 from machines import BIN
 
-from agent.core.model import Checkpoint
+from agent.core.saved_states import Checkpoint
 from agent.core.view import ClusterView
 from agent.rehearse.cluster import TraceLine, read_trace, wait_for
 from agent.store.keys import JobKeys, view_of

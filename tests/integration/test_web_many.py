@@ -20,7 +20,8 @@ from records import BEGAN_AT, RESTART, Run, ended
 
 from agent import node_facts
 from agent.core.incident import Incident
-from agent.core.model import Group, Identity, Leader, Node, Record, Spec
+from agent.core.model import Group, Leader, Node, Spec
+from agent.core.records import Identity, Record
 from agent.links.pool import LinkPool
 from agent.links.queries import LiveRank, LiveRanks
 from agent.local_etcd.embedded import EmbeddedEtcd

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from waiting import has_ended, wait_for
 
 from agent.core.events import Event, PublishAsked, RanksStarted, RestorePointAsked, WorkerExited, WorkersGone
-from agent.core.model import Checkpoint, RestorePoint, StateId
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from agent.workers.channel import Channel
 from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.process import RankProcess

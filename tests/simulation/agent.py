@@ -16,7 +16,9 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import IncidentWrite
 from agent.core.lifecycle import step, wake_at
-from agent.core.model import Node, Policy, Replica, StateId
+from agent.core.model import Node
+from agent.core.policy import Policy
+from agent.core.saved_states import Replica, StateId
 from agent.core.state import AgentFacts, AgentState
 from agent.core.view import ClusterView
 from agent.errors import StoreUnavailable

@@ -25,8 +25,10 @@ from simulation.transcript import Transcript
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import Checkpoint, Group, Policy, RestorePoint, Result, Spec, Timing
+from agent.core.model import Group, Result, Spec, Timing
+from agent.core.policy import Policy
 from agent.core.reasons import Doing, Requested
+from agent.core.saved_states import Checkpoint, RestorePoint
 from agent.core.state import AgentFacts
 from agent.store.api import ChangeBatch, Compare, Put
 from agent.store.keys import encode

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from agent.core.model import Record
+from agent.core.records import Record
 from agent.errors import StoreUnavailable
 from agent.store.api import (
     ChangeBatch,

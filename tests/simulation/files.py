@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import Checkpoint, RestorePoint, StateId
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from agent.observe.messages import describe
 from trainer_runtime.contract import EXIT_RESTART
 

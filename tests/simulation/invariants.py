@@ -32,22 +32,12 @@ from simulation.transcript import named
 
 from agent.core.budget import is_own
 from agent.core.causes import first_failure
+from agent.core.failures import ExitReport
 from agent.core.hangs import standing
 from agent.core.member_status import MemberStatus
-from agent.core.model import (
-    CachedRecords,
-    Checkpoint,
-    ExitReport,
-    Group,
-    HandoffRequest,
-    Leader,
-    Node,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-)
+from agent.core.model import CachedRecords, Group, HandoffRequest, Leader, Node, Result, Spec
 from agent.core.reasons import Requested
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from agent.core.view import ClusterView
 from agent.store.api import ChangeBatch, KeyChange, KeyValue
 from agent.store.keys import encode

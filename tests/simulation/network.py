@@ -14,7 +14,8 @@ from simulation.etcd import ETCD
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import Identity, LinkState, Member
+from agent.core.model import LinkState, Member
+from agent.core.records import Identity
 
 if TYPE_CHECKING:
     from simulation.agent import Agent

@@ -9,8 +9,9 @@ from simulation.watcher import Watcher
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import Group, RestorePoint
+from agent.core.model import Group
 from agent.core.reasons import Doing
+from agent.core.saved_states import RestorePoint
 
 if TYPE_CHECKING:
     from simulation.agent import Agent

@@ -56,8 +56,9 @@ from simulation.etcd import ETCD, KEYS
 from simulation.ranks import PEER_LOST
 
 from agent.core import events as ev
-from agent.core.model import Leader, StateId
+from agent.core.model import Leader
 from agent.core.reasons import Doing
+from agent.core.saved_states import StateId
 
 END = "---"
 

@@ -16,6 +16,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.apply_event import leave_as_asked
 from agent.core.budget import agent_exit_code
+from agent.core.failures import Clock, ExitReport, Failure
 from agent.core.incident import (
     GroupChange,
     Incident,
@@ -27,27 +28,12 @@ from agent.core.incident import (
 )
 from agent.core.lifecycle import step
 from agent.core.local_workers import LocalWorkers, exit_report
-from agent.core.model import (
-    CachedRecords,
-    Checkpoint,
-    Clock,
-    ExitReport,
-    Failure,
-    Group,
-    Identity,
-    LinkState,
-    Member,
-    Replica,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-    Stored,
-    Suspicion,
-)
+from agent.core.model import CachedRecords, Group, LinkState, Member, Result, Spec, Suspicion
 from agent.core.observations import Observations
 from agent.core.planner import plan
 from agent.core.reasons import CommitRefused
+from agent.core.records import Identity, Stored
+from agent.core.saved_states import Checkpoint, Replica, RestorePoint, StateId
 from agent.core.transitions import WorkerObservations
 from agent.core.view import ClusterView
 from agent.observe.incident_log import complete, draft, open_incident, with_late

@@ -16,8 +16,10 @@ from simulation.standstill import Standstill
 from simulation.transcript import named
 
 from agent.core import events as ev
-from agent.core.model import Group, Identity, Member, Replica, RestorePoint, StateId
+from agent.core.model import Group, Member
 from agent.core.neighbours import neighbours, next_member
+from agent.core.records import Identity
+from agent.core.saved_states import Replica, RestorePoint, StateId
 
 if TYPE_CHECKING:
     from simulation.agent import Agent

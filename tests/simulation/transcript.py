@@ -13,24 +13,14 @@ from typing import TYPE_CHECKING
 from simulation.etcd import KEYS
 
 from agent.core import effects as fx
+from agent.core.failures import Failure
 from agent.core.hangs import as_report, in_group
 from agent.core.incident import GroupChange, Incident, StallReport, WorkerEnd
 from agent.core.member_status import MemberStatus
-from agent.core.model import (
-    Checkpoint,
-    Failure,
-    Group,
-    HandoffRequest,
-    Leader,
-    Node,
-    Record,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-    Suspicion,
-)
+from agent.core.model import Group, HandoffRequest, Leader, Node, Result, Spec, Suspicion
 from agent.core.reasons import Requested
+from agent.core.records import Record
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from agent.core.view import ClusterView
 from agent.observe.messages import rivals
 from agent.store.api import ChangeBatch

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from reasons import lost
 
+from agent.core.failures import Failure
 from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
-from agent.core.model import Failure
 from agent.core.reasons import FailedWorker, Hang, NodesThere, WorkersFailed
 from agent.observe.incidents import explain, incident_json, print_history
 from agent.observe.messages import cause_of, how_it_ended, how_near, listed, one_line, signal_name

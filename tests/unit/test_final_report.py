@@ -12,7 +12,8 @@ from statuses import statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import ExitReport, Group, Member, Result
+from agent.core.failures import ExitReport
+from agent.core.model import Group, Member, Result
 from agent.observe.stderr import standard_error
 from agent.runtime.final_report import FinalReport
 from agent.store.api import Delete, Put

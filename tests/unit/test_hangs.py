@@ -12,14 +12,16 @@ from statuses import first_steps, statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.failures import ExitReport, Failure
 from agent.core.hangs import REPORT_WITHIN_S, as_report, hang_of, in_group, is_due, suspects
 from agent.core.incident import RankStall, StallReport
 from agent.core.local_workers import LocalWorkers
 from agent.core.member_status import WrittenStatus
-from agent.core.model import ExitReport, Failure, Group, Identity, Member, Spec, Stored, Suspicion
+from agent.core.model import Group, Member, Spec, Suspicion
 from agent.core.observations import Observations, follow, observe
 from agent.core.planner import plan
 from agent.core.reasons import Doing, Hang, WorkersFailed
+from agent.core.records import Identity, Stored
 from agent.core.transitions import WorkerObservations, due_status
 from agent.core.view import ClusterView
 from agent.observe.stragglers import stragglers

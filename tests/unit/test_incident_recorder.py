@@ -14,6 +14,7 @@ from statuses import statuses
 
 from agent.core import effects as fx
 from agent.core.events import Outcome
+from agent.core.failures import ExitReport, Failure
 from agent.core.incident import (
     GroupChange,
     Incident,
@@ -25,21 +26,11 @@ from agent.core.incident import (
     TransitionReport,
 )
 from agent.core.member_status import MemberStatus
-from agent.core.model import (
-    CachedRecords,
-    ExitReport,
-    Failure,
-    Group,
-    Leader,
-    Member,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-    Stored,
-)
+from agent.core.model import CachedRecords, Group, Leader, Member, Result, Spec
 from agent.core.observations import Observations
 from agent.core.reasons import Hang, NodesThere, Requested
+from agent.core.records import Stored
+from agent.core.saved_states import RestorePoint, StateId
 from agent.core.state import AgentState, Leaving
 from agent.core.view import Backlog, ClusterView
 from agent.observe.goodput import run_statistics, summary

@@ -12,19 +12,11 @@ from reasons import FINISHED, LOST
 
 from agent.core import effects as fx
 from agent.core.events import Outcome
+from agent.core.failures import ExitReport
 from agent.core.incident import Incident, IncidentWrite, Phases
 from agent.core.member_status import MemberStatus, WrittenStatus
-from agent.core.model import (
-    Checkpoint,
-    ExitReport,
-    Group,
-    HandoffRequest,
-    Leader,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-)
+from agent.core.model import Group, HandoffRequest, Leader, Result, Spec
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from agent.store.api import Delete, KeyRange, Put
 from agent.store.job_writer import JobWriter
 from agent.store.keys import JobKeys, encode

@@ -16,21 +16,9 @@ from statuses import statuses
 
 from agent.core.incident import GroupChange, Incident, Phases
 from agent.core.member_status import MemberStatus
-from agent.core.model import (
-    Checkpoint,
-    Group,
-    HandoffRequest,
-    Leader,
-    Member,
-    Node,
-    Quiesced,
-    Record,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-    Timing,
-)
+from agent.core.model import Group, HandoffRequest, Leader, Member, Node, Quiesced, Result, Spec, Timing
+from agent.core.records import Record
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from agent.core.view import Backlog
 from agent.errors import RecordError
 from agent.roles import store as roles

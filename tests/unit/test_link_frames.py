@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.model import Identity, LinkState
+from agent.core.model import LinkState
+from agent.core.records import Identity
 from agent.links import dialler as link_
 from agent.links.dialler import Link, LinkCallbacks, Peer
 from agent.links.frames import VERSION, FrameKind, LinkBroken, LinkConnection, ping, pong, read_pong

@@ -10,10 +10,13 @@ from reasons import LOST
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.failures import Failure
 from agent.core.local_workers import LocalWorkers, Patience, Place, follow_group
 from agent.core.member_status import MemberStatus, WrittenStatus
-from agent.core.model import Failure, Group, Identity, Inventory, Member, Quiesced, Replica, Spec, StateId, Stored
+from agent.core.model import Group, Member, Quiesced, Spec
 from agent.core.reasons import SetUpFailed
+from agent.core.records import Identity, Stored
+from agent.core.saved_states import Inventory, Replica, StateId
 from agent.core.transitions import WorkerObservations, due_status
 from agent.core.view import ClusterView
 from agent.observe.messages import how_it_ended

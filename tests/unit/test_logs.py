@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from reasons import LOST
 
-from agent.core.model import Group, Member, Result, Spec, Stored
+from agent.core.model import Group, Member, Result, Spec
 from agent.core.reasons import Requested
+from agent.core.records import Stored
 from agent.core.view import ClusterView
 from agent.operate import logs
 from agent.operate.log_sources import LogLibrary

@@ -11,9 +11,10 @@ from nodes import ME, POLICY, node
 from reasons import FINISHED, LOST
 
 from agent.core.local_workers import LocalWorkers
-from agent.core.model import CachedRecords, Group, Leader, Member, Node, NodeInfo, Result, Spec, Stored
+from agent.core.model import CachedRecords, Group, Leader, Member, Node, NodeInfo, Result, Spec
 from agent.core.proposals import Plan
 from agent.core.reasons import AskedToEnd, NodesMissing, SetUpFailed
+from agent.core.records import Stored
 from agent.core.state import AgentState, Leaving
 from agent.core.view import ClusterView
 from agent.doctor.facts import Facts

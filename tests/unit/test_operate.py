@@ -10,7 +10,8 @@ import pytest
 from nodes import NODE
 from reasons import FINISHED
 
-from agent.core.model import Identity, Result, Spec
+from agent.core.model import Result, Spec
+from agent.core.records import Identity
 from agent.errors import ConfigError
 from agent.operate.jobs import Follower, follow_job
 from agent.operate.prompts import AnswerDeclined, confirm

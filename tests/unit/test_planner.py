@@ -14,28 +14,13 @@ from statuses import statuses
 from agent.core.budget import back_off_s, exit_code, is_peer_lost, tally
 from agent.core.causes import first_failure, with_early_end
 from agent.core.effects import Refresh, RestoredRecords
+from agent.core.failures import ExitReport, Failure
 from agent.core.incident import TransitionReport
 from agent.core.member_status import MemberStatus
-from agent.core.model import (
-    CachedRecords,
-    Checkpoint,
-    ExitReport,
-    Failure,
-    Group,
-    HandoffRequest,
-    Identity,
-    Member,
-    Node,
-    Policy,
-    Quiesced,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-    Stored,
-)
+from agent.core.model import CachedRecords, Group, HandoffRequest, Member, Node, Quiesced, Result, Spec
 from agent.core.observations import Observations, Outage, Restart, observe
 from agent.core.planner import plan
+from agent.core.policy import Policy
 from agent.core.proposals import STEADY_S, Plan, growth_wait_s
 from agent.core.reasons import (
     FailedWorker,
@@ -47,6 +32,8 @@ from agent.core.reasons import (
     Waiting,
     WorkersFailed,
 )
+from agent.core.records import Identity, Stored
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from agent.core.view import ClusterView
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasons import LOST
 
-from agent.core.model import Group, Identity, Member, Stored, Suspicion
+from agent.core.model import Group, Member, Suspicion
 from agent.core.reachability import (
     choose_connected,
     is_examined,
@@ -18,6 +18,7 @@ from agent.core.reachability import (
     reported_silent,
     unreachable_from_outside,
 )
+from agent.core.records import Identity, Stored
 from agent.core.view import ClusterView
 
 NAMES = "abcdefghijkl"

@@ -18,7 +18,8 @@ import pytest
 from waiting import wait_for
 
 from agent.core.events import InventoryChanged
-from agent.core.model import Identity, Replica, RestorePoint, StateId
+from agent.core.records import Identity
+from agent.core.saved_states import Replica, RestorePoint, StateId
 from agent.links.part_receiver import NoRoomError, OutdatedPartError
 from agent.links.part_sender import LargePart, PartSender
 from agent.links.part_stream import PartHeader

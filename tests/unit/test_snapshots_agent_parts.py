@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.model import StateId
+from agent.core.saved_states import StateId
 from agent.links.frames import LINK_PART_BYTES, LinkBroken
 from agent.links.handshake import LinkSession, ProofRefused, Role
 from agent.links.snapshot_parts import SnapshotPart, add_newest, decode_part, encode_part

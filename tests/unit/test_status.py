@@ -12,24 +12,12 @@ from reasons import FINISHED, LOST
 from rich.console import Console
 from statuses import first_steps, statuses
 
+from agent.core.failures import ExitReport, Failure
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport
-from agent.core.model import (
-    Checkpoint,
-    ExitReport,
-    Failure,
-    Group,
-    HandoffRequest,
-    Identity,
-    Member,
-    Quiesced,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-    Stored,
-    Suspicion,
-)
+from agent.core.model import Group, HandoffRequest, Member, Quiesced, Result, Spec, Suspicion
 from agent.core.reasons import HealthCheckFailed, NodesLost, Requested
+from agent.core.records import Identity, Stored
+from agent.core.saved_states import Checkpoint, RestorePoint, StateId
 from agent.core.view import ClusterView
 from agent.observe.status import job_status, render
 

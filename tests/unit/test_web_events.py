@@ -14,8 +14,10 @@ from reasons import lost
 from records import Run
 from structlog.testing import capture_logs
 
-from agent.core.model import Checkpoint, Member, Node, Result, Spec, StateId, Stored
+from agent.core.model import Member, Node, Result, Spec
 from agent.core.reasons import FailedWorker, NotRetried
+from agent.core.records import Stored
+from agent.core.saved_states import Checkpoint, StateId
 from agent.core.view import ClusterView
 from agent.web.events import EventLog, changes
 from agent.web.hub import KnownJobState

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from records import RESTART, Run, ended
 
 from agent.core.incident import Incident, Phases
-from agent.core.model import Spec, Stored
+from agent.core.model import Spec
+from agent.core.records import Stored
 from agent.core.view import ClusterView
 from agent.web.events import FinishedIncidents
 from agent.web.hub import KnownJobState

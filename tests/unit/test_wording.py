@@ -14,33 +14,19 @@ from statuses import Part, first_steps, statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.failures import ExitReport, Failure
 from agent.core.fence import settle
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport, TransitionReport
 from agent.core.lifecycle import step
 from agent.core.local_workers import LocalWorkers, Reached
-from agent.core.model import (
-    CachedRecords,
-    Checkpoint,
-    ExitReport,
-    Failure,
-    Group,
-    HandoffRequest,
-    Inventory,
-    Leader,
-    Node,
-    Policy,
-    Replica,
-    RestorePoint,
-    Result,
-    Spec,
-    StateId,
-    Stored,
-    Suspicion,
-)
+from agent.core.model import CachedRecords, Group, HandoffRequest, Leader, Node, Result, Spec, Suspicion
 from agent.core.observations import Observations, Outage, observe
 from agent.core.planner import plan
+from agent.core.policy import Policy
 from agent.core.proposals import Plan
 from agent.core.reasons import AskedToEnd, HealthCheckFailed, ProcessesLeft, Requested, Waiting
+from agent.core.records import Stored
+from agent.core.saved_states import Checkpoint, Inventory, Replica, RestorePoint, StateId
 from agent.core.state import AgentState, Leaving
 from agent.core.view import ClusterView
 from agent.observe.announcements import Announced, announce
