@@ -39,6 +39,7 @@ from agent.store.spec import change_spec
 from agent.web import access
 from agent.web.hub import Hub, Subscriber
 from agent.web.metrics import Metrics
+from agent.web.rank_log import NoLog, read_end
 
 _BODY_BYTES = 4096
 _BODY_WITHIN_S = 5.0
@@ -88,6 +89,7 @@ class Site:
             Route("/session", self._with_headers(self._session), methods=["POST"]),
             Route("/events", self._with_headers(self._authenticated(self._events))),
             Route("/np", self._with_headers(self._authenticated(self._np)), methods=["POST"]),
+            Route("/log", self._with_headers(self._authenticated(self._log))),
             Route("/metrics", self._with_headers(self._authenticated(self._scrape))),
             Route("/healthz", self._with_headers(self._healthz)),
             Route("/readyz", self._with_headers(self._readyz)),
@@ -207,6 +209,18 @@ class Site:
         except StoreUnavailable as error:
             return _error(503, f"etcd cannot be reached: {error}")
         return JSONResponse({"np_before": changed.old.np, "np": changed.new.np})
+
+    async def _log(self, request: Request) -> Response:
+        known, rank = self._hub.known, request.query_params.get("rank", "")
+        if not (rank.isascii() and rank.isdigit()):
+            return _error(400, f"wanted a rank as /log?rank=0, got {rank!r}")
+        if known is None:
+            return _error(503, "the job is not known yet: etcd has not returned its records")
+        try:
+            end = await read_end(known, int(rank[:9]))
+        except NoLog as error:
+            return _error(404, str(error))
+        return Response(end, media_type="text/plain; charset=utf-8")
 
     async def _scrape(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -161,6 +161,22 @@ def test_the_loss_is_drawn_as_it_was_committed(served: Served, visit: Visit) -> 
     assert page.evaluate("curves.get('loss').chart.data[1].length") >= 3
 
 
+def test_the_log_of_a_rank_is_shown_as_it_grows(served: Served, visit: Visit) -> None:
+    page = visit.page
+    page.select_option("#log-rank", "0")
+    shown = "document.querySelector('#log').textContent"
+    until(page, f"/epoch/.test({shown})")
+    before = page.evaluate(shown)
+    until(page, f"{shown} !== {json.dumps(before)}")
+    assert page.evaluate("document.querySelector('#log-error').textContent") == ""
+    own = {"authorization": f"Bearer {served.token}"}
+    assert served.get("/log?rank=0", **own)[1].endswith("\n")
+    assert served.get("/log?rank=9", **own) == (404, '{"error":"the current group has no rank 9"}')
+    assert served.get("/log?rank=-1", **own)[0] == 400
+    page.select_option("#log-rank", "")
+    assert page.locator("#log").is_hidden()
+
+
 def test_a_kill_is_seen_happen_and_explained(served: Served, visit: Visit) -> None:
     known, before = served.status()["group"], int(number(visit, "incidents"))
     served.nodes["b"].kill_worker()
@@ -248,7 +264,13 @@ def test_a_stranger_reads_nothing_and_changes_nothing(served: Served) -> None:
         headers = {name: value.replace("NAME", cookie.partition("=")[0]) for name, value in given.items()}
         headers = {name: value.replace("OVER", over) for name, value in headers.items()}
         headers["X-Elastic-Agent"] = "page"
-        for method, path in (("GET", "/events"), ("GET", "/metrics"), ("GET", "/session"), ("POST", "/np")):
+        for method, path in (
+            ("GET", "/events"),
+            ("GET", "/log?rank=0"),
+            ("GET", "/metrics"),
+            ("GET", "/session"),
+            ("POST", "/np"),
+        ):
             body = '{"np": "1"}' if method == "POST" else None
             code, said = served.ask_page(method, path, body, headers, "127.0.0.2")
             assert code in {401, 429}, (who, path, code, said)

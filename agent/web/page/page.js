@@ -58,6 +58,7 @@ function showPresent(present) {
   if (document.activeElement !== $("np")) $("np").value = status.np;
   showNumbers();
   showNodes();
+  showLogRanks();
 }
 
 function showPast(update) {
@@ -194,6 +195,41 @@ function rankChip(rank, known, stall) {
   return make("span", { class: `rank ${state}` }, make("b", {}, String(rank)), ` ${step}`, what ? ` ${what}` : "");
 }
 
+// The log of a rank
+
+let isReadingLog = false;
+
+function showLogRanks() {
+  const select = $("log-rank");
+  if (select.length - 1 === job.status.world_size) return;
+  const chosen = select.value;
+  const options = [...Array(job.status.world_size).keys()].map((rank) => make("option", { value: rank }, String(rank)));
+  select.replaceChildren(make("option", { value: "" }, "none"), ...options);
+  select.value = Number(chosen) < job.status.world_size ? chosen : "";
+}
+
+async function showLog() {
+  const rank = $("log-rank").value;
+  $("log").hidden = !rank;
+  if (!rank) $("log-error").textContent = "";
+  if (!rank || isReadingLog || document.hidden) return;
+  isReadingLog = true;
+  const answer = await fetch(`/log?rank=${rank}`).catch(() => null);
+  const text = answer && answer.ok ? await answer.text() : null;
+  const error = text === null && answer ? (await answer.json()).error : "";
+  isReadingLog = false;
+  if (rank !== $("log-rank").value) {
+    showLog();
+    return;
+  }
+  $("log-error").textContent = error;
+  const log = $("log");
+  if (text === null || text === log.textContent) return;
+  const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
+  log.textContent = text;
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
+
 // Incidents
 
 function showIncidents() {
@@ -235,6 +271,7 @@ function showNow(update) {
   showNodes();
   if (past) showTimeline();
   chart.setData(samples);
+  showLog();
   Object.entries(update.points).forEach(([name, point]) => {
     const points = curves.get(name)?.points || [];
     if (point[0] > (points.at(-1)?.[0] || 0)) points.push(point);
@@ -411,6 +448,7 @@ $("scale").addEventListener("submit", (event) => {
   scale($("np").value);
 });
 $("canvas").addEventListener("mousemove", (event) => past && showTooltip(event));
+$("log-rank").addEventListener("change", showLog);
 $("span").addEventListener("change", () => past && showTimeline());
 window.addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
