@@ -175,12 +175,14 @@ class DirectoryOpener:
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            if os.access(self._directory, os.W_OK | os.X_OK):
+            with tempfile.TemporaryFile(dir=self._directory, prefix=".probe-"):
                 return
-            why = "this user may not write there"
         except OSError as error:
-            why = str(error)
-        raise refuse(f"cannot write checkpoints in {self._directory}: {why}; give another directory")
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:  # somebody may make room
+                return
+            raise refuse(
+                f"cannot write checkpoints in {self._directory}: {error.strerror}; give another directory"
+            ) from error
 
     def _choose_start(self, node: str) -> StartingPoint:
         fresh = os.environ.get(contract.FRESH) == "1"

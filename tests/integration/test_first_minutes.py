@@ -187,7 +187,8 @@ for _ in state.epochs(1):
             "train.py/checkpoints",
             "wanted a directory for checkpoints, and {directory} is a file, or in one: give another",
         ),
-        ("/proc/checkpoints", "cannot write checkpoints in {directory}: [Errno 2] No such file or directory"),
+        ("/proc/checkpoints", "cannot write checkpoints in {directory}: No such file or directory"),
+        ("/sys", "cannot write checkpoints in {directory}: Permission denied"),
     ],
 )
 def test_a_place_where_no_checkpoint_can_be_ends_the_job_at_once_with_one_line(
@@ -197,7 +198,9 @@ def test_a_place_where_no_checkpoint_can_be_ends_the_job_at_once_with_one_line(
     directory = str(tmp_path / directory)
     done = run(tmp_path, *ALONE, "--nproc_per_node=2", f"--checkpoint_dir={directory}", "train.py")
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count(told.format(directory=directory)) == 1, done.stderr
+    told = told.format(directory=directory)
+    assert done.stderr.count(f"trainer_runtime: error: {told}") == 1, done.stderr
+    assert f"failed: rank 0 on {socket.gethostname()} exited with code 93 ({told}" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert "which asks for no restart" in done.stderr
 
