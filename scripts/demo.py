@@ -107,7 +107,7 @@ class Demo:
         lost = {line.step for line in read_trace(self.trace) if line.group < first.group and line.step >= first.step}
         incident = Incident(cause, first.t - at, len(lost), first.group, first.world)
         self.incidents.append(incident)
-        self.say(f"  … on in {incident.seconds:.1f} s as group {first.group} of {first.world} from step {first.step}")
+        self.say(f"  … trains again after {incident.seconds:.1f} s: {first.world} ranks, from step {first.step}")
 
     def finish(self) -> str:
         """Wait until all nodes have ended; return the accuracy."""

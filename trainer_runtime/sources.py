@@ -60,6 +60,7 @@ class Sources:
         self._is_movable = True
         """The items that are drawn now are known in any world."""
         self._has_warned_of_body = False
+        self._has_warned_of_no_commit = False
         self._at_body: dict[str, bytes | None] = {}
         """What tells whether a stream was drawn from, as the first body of this process began."""
         self._resumed_items = 0
@@ -152,6 +153,13 @@ class Sources:
                 self._check_after_commit(self._at_commit)
             item = next(iterator, _END)
         pos.is_drawn_out = True
+        if pos.drawn and not pos.items and not self._has_warned_of_no_commit:
+            self._has_warned_of_no_commit = True
+            if is_main():
+                warn(
+                    f"{pos.drawn} items were drawn from state.steps(), and none was committed: call state.commit() "
+                    "after each step of the optimizer, or nothing is saved and a restart begins anew"
+                )
 
     def _match_workers(self, items: object) -> None:
         """Let a torch loader with persistent workers draw what it drew as the items of this epoch began before.

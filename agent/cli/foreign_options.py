@@ -60,7 +60,7 @@ _TORCHRUN_UNUSED = {
     "run_path": "a script always runs as __main__",
     "use_env": "LOCAL_RANK is always set",
     "event_log_handler": "elastic-agent history has the events",
-    "signals_to_handle": "SIGTERM, SIGINT, SIGHUP and SIGQUIT ask the node to leave",
+    "signals_to_handle": "SIGTERM and SIGQUIT ask the node to leave, SIGINT and SIGHUP end the agent",
 }
 _TORCHRUN_RENDEZVOUS = {
     "rdzv_backend": "agents meet in etcd",

@@ -181,7 +181,7 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox[Any]) ->
             now = time.monotonic()
             if now >= log_at:
                 log_at = now + _LOG_EVERY_S
-                log.info(f"waiting for etcd for {now - began_at:.0f} s", reason=_waiting_reason(config, error))
+                log.info(f"waiting for etcd for {now - began_at:.0f} s: {_waiting_reason(config, error)}")
             if now >= give_up_at:
                 raise _timeout_error(config, elastic_timeout_s, error) from None
         else:

@@ -29,7 +29,7 @@ from agent.core.model import Group
 from agent.core.reasons import EndingReason, FailedWorker, Finished, GaveUp, NotRetried, Requested
 from agent.core.records import Identity
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_UNSAVED, EXIT_USAGE
-from trainer_runtime.contract import EXIT_NO_RESTART, EXIT_RESTART
+from trainer_runtime.contract import EXIT_RESTART
 
 _WINDOWS_WITHOUT_STEPS = 60
 """Windows of `progress_window_s` that a script without steps must run to make progress: one hour by default. A rank
@@ -41,9 +41,7 @@ _BACK_OFF_S = 0.5
 """Delay before the second restart."""
 _BACK_OFF_MAX_S = 30.0
 
-_AGENT_EXIT_CODES = frozenset(
-    {EXIT_USAGE, EXIT_STORE, EXIT_UNSAVED, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART}
-)
+_AGENT_EXIT_CODES = frozenset({EXIT_USAGE, EXIT_STORE, EXIT_UNSAVED, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_RESTART})
 """Exit codes that have a meaning of their own, so a failed job does not end with them by accident."""
 
 

@@ -159,7 +159,7 @@ def describe(reason: Reason) -> str:  # noqa: C901, PLR0911, PLR0912 - one for e
                 "choose another --node_id, or stop that agent"
             )
         case AskedToEnd(signal=number):
-            return "left the job, as it was asked to" if number is None else f"stopped by signal {number}"
+            return "left the job, as it was asked to" if number is None else f"stopped by {signal_name(number)}"
         case CommitRefused():
             return _commit_refused(reason)
         case _:

@@ -256,7 +256,7 @@ def _lines(status: JobStatus) -> list[Text]:
         f"stopping, requested by {status.stopped_by}" if is_stopping else "",
         f"excluded: {', '.join(status.excluded)}" if status.excluded else "",
         _checkpoint_line(status),
-        *(_timing_line(node.timing) for node in status.nodes if node.is_leader),
+        *(_timing_line(node.timing) for node in status.nodes if node.is_leader and status.exit_code is None),
     )
     return [Text(line) for line in lines if line]
 

@@ -29,7 +29,7 @@ def confirm(question: str, *, is_agreed: bool) -> None:
     if is_agreed:
         return
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} Standard input is no terminal: confirm with --yes")
+        raise ConfigError(f"{question} Nothing was changed: standard input is no terminal, so confirm with --yes")
     if not click.confirm(question, err=True):
         raise AnswerDeclined("nothing was changed")
 

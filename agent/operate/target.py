@@ -129,7 +129,7 @@ def report_ended(found: FoundJob) -> None:
 def kept_store_arguments(found: FoundJob) -> tuple[str, bytes, str, Path]:
     """Return the arguments of a `KeptStore`: job id, records, how the job can be continued, and log directory."""
     job = found.job
-    how = f"the same command line in {shlex.quote(job.directory)} continues from its last checkpoint"
+    how = f"the same command line in {shlex.quote(job.directory)} continues from its last checkpoint, if there is one"
     if not job.is_private:
         how = "it may still run on the other machines, which cannot be reached from here"
     return job.job_id, found.records(), how, Path(job.log_dir)

@@ -248,7 +248,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
     def _save_snapshot(self, order: fx.SaveSnapshot) -> None:
         step = order.copy.step
         advice = "; another signal gives it up" if self._state.leaving is not None else ""
-        log.info(f"the ranks did not save: saving step {step} from memory{advice}")
+        log.info(f"the ranks did not save: saving step {step} from memory, which takes some seconds{advice}")
         self._workers.saver.begin(order, {**self._environ, NODE_ID: self._state.node_id})
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:

@@ -42,7 +42,7 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
         self._inbox = inbox
         end_with_any_thread(inbox)
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s)
-        self._outages = EtcdOutageNotice(lambda: self._client.outage, lambda what, why: log.warning(what, reason=why))
+        self._outages = EtcdOutageNotice(lambda: self._client.outage, lambda what, why: log.warning(f"{what} ({why})"))
         self._has_started = False
         self.end: LeaveReason | str = ""
         """Why the agent has ended."""
@@ -93,4 +93,4 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
         self._has_started = True
         if self._config.shown_options:
             standard_error().write(banner.first_process(environments))
-        log.info("the output of all ranks is kept in files", directory=str(log_directory))
+        log.info(f"the output of all ranks is kept in {log_directory}")

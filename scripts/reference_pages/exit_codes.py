@@ -30,8 +30,9 @@ _FOR_SCHEDULERS = (
     (
         "1, and all others",
         "no",
-        "A worker's failure that was not to be tried again: `--max_restarts=0`, a mistake in the script, or code 93.",
+        "A worker's failure that was not to be tried again: `--max_restarts=0`, or a mistake in the script.",
     ),
+    ("93", "no", "A worker asked for no restart."),
 )
 """Code, whether to start the job again, and why."""
 _RULE = """\
@@ -48,8 +49,8 @@ help within its allocation, so no other code asks for one.
   143, a few times: one pod alone may be at fault. A StatefulSet starts its pods again after any code.
 - **NVIDIA's resiliency extension** (in August 2026). Its `ft_launcher` exits with 93 (`--ft-no-restart-exit-code`) if
   the job must not be started again, since restarts made no progress or its analysis says so, and with 1 after any other
-  failure, also after `--max-restarts`; what to do then is up to the scheduler. Here 93 is a code of
-  workers, and the agent never exits with it: the rule *not after 93* becomes *only after 69, 75 and 137*.
+  failure, also after `--max-restarts`; what to do then is up to the scheduler. Here the agent exits with 93 if a
+  worker did: the rule *not after 93* becomes *only after 69, 75 and 137*.
 - **torchrun** exits with 1 after every failure of a worker.
 """
 

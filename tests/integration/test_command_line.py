@@ -268,7 +268,7 @@ def test_a_failing_script_ends_the_job_with_its_own_code(host: Host) -> None:
     (host.directory / "argparse.py").write_text("import sys; sys.exit(2)")
     assert host.run("elastic-agent --job_id=c --max_restarts=0 argparse.py")[0] == 1, "2 means usage"
     (host.directory / "never.py").write_text("import sys; sys.exit(93)")
-    assert host.run("elastic-agent --job_id=d never.py")[0] == 1
+    assert host.run("elastic-agent --job_id=d never.py")[0] == 93, "which tells a scheduler the same"
 
 
 @pytest.mark.long("no other test; it starts two jobs for one question")

@@ -197,7 +197,7 @@ def test_a_place_where_no_checkpoint_can_be_ends_the_job_at_once_with_one_line(
     (tmp_path / "train.py").write_text(STATE)
     directory = str(tmp_path / directory)
     done = run(tmp_path, *ALONE, "--nproc_per_node=2", f"--checkpoint_dir={directory}", "train.py")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 93, done.stderr
     told = told.format(directory=directory)
     assert done.stderr.count(f"trainer_runtime: error: {told}") == 1, done.stderr
     assert f"failed: rank 0 on {socket.gethostname()} exited with code 93 ({told}" in done.stderr, done.stderr

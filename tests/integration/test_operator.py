@@ -275,7 +275,7 @@ MISTAKES = [
     (("drain", "a", "x", "y"), "has no node 'x' and no 'y'; its nodes: a, b, c"),
     (("drain", "a", "--wait=soon"), "'soon' is not a valid float"),
     (("drain", "a", "b"), "needs 2 nodes to train, and without a and b has 1 node left"),
-    (("drain", "a", "b"), "Standard input is no terminal: confirm with --yes"),
+    (("drain", "a", "b"), "standard input is no terminal, so confirm with --yes"),
     (("exclude", "x"), "never had a node 'x'; known nodes: a, b, c"),
     (("exclude", "a", "b", "c"), "has none left: it will stop training and wait for others"),
     (("include", "a"), "does not exclude 'a'; excluded: none"),

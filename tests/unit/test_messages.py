@@ -209,7 +209,7 @@ SENTENCES: list[tuple[Reason, str]] = [
         "node id 'a' is held by a living agent (pid 7, address 10.0.0.2): choose another --node_id, or stop that agent",
     ),
     (AskedToEnd(), "left the job, as it was asked to"),
-    (AskedToEnd(signal=2), "stopped by signal 2"),
+    (AskedToEnd(signal=2), "stopped by SIGINT"),
     (CommitRefused(why="group", group=2), "group 2 has been formed since"),
     (CommitRefused(why="history", group=1, step=5), "step 5 of group 1 is not of this job's history"),
     (
@@ -261,7 +261,7 @@ def test_a_hang_has_a_sentence(hang: Hang, sentence: str) -> None:
 
 def test_the_end_of_an_agent_has_a_sentence() -> None:
     assert describe_exit(Exit(69, "etcd is gone")) == "etcd is gone"
-    assert describe_exit(Exit(2, AskedToEnd(signal=2))) == "stopped by signal 2"
+    assert describe_exit(Exit(2, AskedToEnd(signal=2))) == "stopped by SIGINT"
     left = "left the job, as it was asked to; 4 steps up to step 9 given up: the newest checkpoint is of step 5"
     assert describe_exit(Exit(0, AskedToEnd(), UnsavedSteps(reached=9, saved=5))) == left
     unsaved = UnsavedSteps(reached=1, saved=0, were_ranks_signalled=True)

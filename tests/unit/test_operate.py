@@ -120,7 +120,9 @@ def test_the_yes_option_answers_the_question() -> None:
 
 def test_the_yes_option_is_named_if_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    with pytest.raises(ConfigError, match=r"Do it\? Standard input is no terminal: confirm with --yes"):
+    with pytest.raises(
+        ConfigError, match=r"Do it\? Nothing was changed: standard input is no terminal, so confirm with --yes"
+    ):
         confirm("Do it?", is_agreed=False)
 
 

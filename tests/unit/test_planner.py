@@ -357,7 +357,7 @@ def test_without_a_budget_the_job_ends_with_the_workers_own_code() -> None:
 
 def test_a_worker_can_ask_for_no_restart() -> None:
     planned = decide(view(spec(1), node("a", 1), now=group("a"), reports=(failed("a", code=93),)))
-    assert code_of(planned) == 1, "93 has a meaning of its own"
+    assert code_of(planned) == 93, "which tells a scheduler the same"
 
 
 def test_a_broken_connection_waits_for_its_cause_until_a_lease_has_surely_ended() -> None:

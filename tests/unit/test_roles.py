@@ -603,8 +603,8 @@ def test_an_outage_is_logged_once_and_not_while_etcd_was_never_missed(
         agent._look(replace(state, stop_signal=15), 6.0)
     agent._close()
     assert [line["event"] for line in said] == [
-        "etcd cannot be reached",
-        "etcd cannot be reached; the ranks run on",
+        "etcd cannot be reached (it did not answer)",
+        "etcd cannot be reached; the ranks run on (it did not answer)",
     ]
 
 

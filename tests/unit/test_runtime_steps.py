@@ -189,6 +189,15 @@ def test_a_log_that_is_registered_later_begins_there(tmp_path: Path) -> None:
     assert logged == [6, 8, 10]
 
 
+def test_a_script_that_commits_nothing_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tr.State(checkpoint_dir=tmp_path, save_every=100, best=0.0)
+    for _ in state.epochs(3):
+        for _ in state.steps(range(4)):
+            pass
+    said = capsys.readouterr().err
+    assert said.count("4 items were drawn from state.steps(), and none was committed: call state.commit()") == 1
+
+
 def test_a_log_that_fails_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = tr.State(checkpoint_dir=tmp_path, save_every=100, best=0.0)
     logged: list[int] = []

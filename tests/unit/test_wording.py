@@ -405,7 +405,7 @@ def ended(**changed: object) -> ev.ViewChanged:
         (RAN, ended(succeeded=False), 0, "job job stopped: all 2 ranks finished in group 1"),
         (RAN, ended(succeeded=False, exit_code=76), 76, "job job failed: all 2 ranks finished in group 1"),
         (NEW, ev.StopAsked(15), 0, "left the job, as it was asked to"),
-        (NEW, ev.StopAsked(2), 130, "stopped by signal 2"),
+        (NEW, ev.StopAsked(2), 130, "stopped by SIGINT"),
         (
             replace(NEW, pending=fx.Register(NODE)),
             ev.WriteAnswered(fx.Register(NODE), ev.Outcome.REFUSED, holder=HOLDER),
