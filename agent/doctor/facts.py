@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -47,7 +48,7 @@ class Facts:
     packages: Mapping[str, str]
     """Version by package name."""
     files: Mapping[str, str]
-    """Digest of the script and of the modules beside it, by file name."""
+    """Digest of the script and of the modules beside it that it may import, by file name."""
     script: str = ""
     """File name of the script. Empty: none, or not known."""
 
@@ -58,11 +59,10 @@ class Facts:
         for name in _PACKAGES:
             with suppress(metadata.PackageNotFoundError):
                 packages[name] = metadata.version(name)
-        files = {}
-        for path in [] if script is None else [script, *sorted(script.parent.glob("*.py"))][:_MODULES]:
-            with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:  # it may belong to another user
-                files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(packages, files, script.name if script is not None else "")
+        if script is None:
+            return cls(packages, {})
+        files = {path.name: hashlib.sha256(content).hexdigest() for path, content in _read_with_modules(script).items()}
+        return cls(packages, files, script.name)
 
     @classmethod
     def from_json(cls, data: Any) -> Facts:  # noqa: ANN401 - received over the network
@@ -91,3 +91,17 @@ class Facts:
         if self.script and other.script and self.script != other.script:
             versions.append(f"script {self.script} here, {other.script} there")
         return versions + ([f"different contents of {', '.join(changed[:5])}"] if changed else [])
+
+
+def _read_with_modules(script: Path) -> dict[Path, bytes]:
+    """Return the contents of a script, and of those modules beside it whose names occur in it or in one of them."""
+    beside = {path.stem.encode(): path for path in sorted(script.parent.glob("*.py"))[:_MODULES]}
+    read, wanted = dict[Path, bytes](), [script]
+    while wanted:
+        path = wanted.pop()
+        if path in read:
+            continue
+        with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:  # it may belong to another user
+            read[path] = file.read()
+            wanted += [beside[word] for word in set(re.findall(rb"\w+", read[path])) & beside.keys()]
+    return read

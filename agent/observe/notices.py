@@ -152,10 +152,12 @@ class NodeDifferences:
 
     def _compare(self, me: AgentFacts, other: Node) -> None:
         here, there = dict(me.about.facts), dict(other.about.facts)
+        if here.get("script name") != there.get("script name"):  # then their contents differ, too
+            there["script"] = here.get("script", "none")
         differ = [
             f"{name} {there.get(name, 'none')} there, {here.get(name, 'none')} on {me.node_id}"
             if name != "script"
-            else f"its script, or a module beside it, is not the same as on {me.node_id}"
+            else f"its script, or a module that it imports, is not the same as on {me.node_id}"
             for name in sorted({*here, *there})
             if here.get(name) != there.get(name)
         ]

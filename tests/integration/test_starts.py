@@ -53,4 +53,4 @@ def test_nodes_with_different_software_are_reported(job: Callable[..., Job]) -> 
         script.write_text(f"import time; time.sleep(1.0)  # as {name} has it")
         running.start(name, "2", [str(script)])
     running.finish()
-    assert running.log_text().count("runs other software: its script, or a module beside it") == 1
+    assert running.log_text().count("runs other software: its script, or a module that it imports") == 1

@@ -260,10 +260,13 @@ def test_callers_from_other_machines_get_no_answer(doctors: Doctors) -> None:
         assert stranger.recv(100) == b""
 
 
-def test_the_script_and_the_modules_beside_it_are_compared(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("a")
+def test_the_script_and_the_modules_that_it_imports_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from nets import big")
+    (tmp_path / "nets.py").write_text("import model, train")
     (tmp_path / "model.py").write_text("b")
     before = Facts.here(tmp_path / "train.py")
+    assert before.differences(Facts.here(tmp_path / "train.py")) == []
+    (tmp_path / "notes.py").write_text("nobody imports this")
     assert before.differences(Facts.here(tmp_path / "train.py")) == []
     (tmp_path / "model.py").write_text("c")
     assert before.differences(Facts.here(tmp_path / "train.py")) == ["different contents of model.py"]

@@ -141,7 +141,9 @@ def test_nodes_with_the_same_software_cause_no_warning() -> None:
 def test_another_version_and_another_script_are_named_once() -> None:
     other = (("python", "3.11.2"), ("script", "def"), ("torch", "2.12.0"))
     (warning,) = difference_warnings(node_with("a", *FACTS), node_with("b", *other))
-    assert warning.startswith("b runs other software: its script, or a module beside it, is not the same as on a; ")
+    assert warning.startswith(
+        "b runs other software: its script, or a module that it imports, is not the same as on a; "
+    )
     assert warning.endswith(
         "; torch 2.12.0 there, 2.13.0 on a; install the same versions and the same script on all nodes; another "
         "training needs another --job_id"
@@ -152,7 +154,9 @@ def test_another_script_in_the_same_directory_is_named(tmp_path: Path) -> None:
     for name in ("train.py", "other.py"):
         (tmp_path / name).write_text("")
     here, there = (Facts.here(tmp_path / name).brief for name in ("train.py", "other.py"))
-    assert set(there) - set(here) == {("script name", "other.py")}
+    assert {name for name, _ in set(there) - set(here)} == {"script name", "script"}
+    (warning,) = difference_warnings(node_with("b", *FACTS, ("script name", "other.py"), ("script", "def")))
+    assert warning.startswith("b runs other software: script name other.py there, none on a; install")
 
 
 def test_a_missing_package_is_named_and_an_incomplete_view_causes_no_warning() -> None:
