@@ -221,6 +221,8 @@ def _not_retried(reason: NotRetried) -> str:
         case "script error":
             return f"{how}, as did every rank, twice in a row; --max_restarts=N tries N times"
         case "budget":
+            if reason.restarts == 0:
+                return f"{how}, and no restart is allowed (--max_restarts=0)"
             return f"{how}, after {count(reason.restarts, 'restart')} without progress"
 
 

@@ -175,6 +175,10 @@ SENTENCES: list[tuple[Reason, str]] = [
         "rank 0 on a exited with code 1, as did every rank, twice in a row; --max_restarts=N tries N times",
     ),
     (
+        NotRetried(first=EXITED, why="budget"),
+        "rank 0 on a exited with code 1, and no restart is allowed (--max_restarts=0)",
+    ),
+    (
         NotRetried(first=EXITED, why="budget", restarts=1),
         "rank 0 on a exited with code 1, after 1 restart without progress",
     ),

@@ -128,7 +128,7 @@ def test_metrics_become_numbers_that_json_can_hold() -> None:
 
 
 def test_a_metric_that_is_no_number_is_named() -> None:
-    with pytest.raises(TypeError, match=r"commit\(loss=...\) wants a number or a tensor of one"):
+    with pytest.raises(TypeError, match=r"commit\(loss=...\) wants a number or a tensor with one element"):
         as_floats({"loss": torch.ones(3)})
 
 
