@@ -381,7 +381,7 @@ class ControlPage:
 
     def write_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step: the first `MAX_METRICS` of them, with their names cut to fit."""
-        shown = [(name.encode()[:METRIC_NAME_BYTES], value) for name, value in metrics.items()]
+        shown = [(name.encode(errors="replace")[:METRIC_NAME_BYTES], value) for name, value in metrics.items()]
         for index, metric in enumerate((shown + MAX_METRICS * [(b"", 0.0)])[:MAX_METRICS]):
             _METRIC.pack_into(self._map, _METRICS_AT + index * _METRIC.size, *metric)
         _U64.pack_into(self._map, _METRICS_STEP_AT, step)

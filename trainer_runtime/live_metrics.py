@@ -39,10 +39,9 @@ class LiveMetrics:
 
 def _at_hand(value: object) -> float | None:
     """Return a metric as a number. None: it is on a device, or is no number, which the next save reports."""
-    if isinstance(value, torch.Tensor):  # a DTensor, say, would need the other ranks
-        is_plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1
-        return float(value.item()) if is_plain and not value.is_complex() else None
+    if isinstance(value, torch.Tensor) and not (type(value) is torch.Tensor and value.device.type == "cpu"):
+        return None  # a DTensor, say, would need the other ranks
     try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        return float(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - whatever the value raises: training must not depend on whether the page is on
         return None

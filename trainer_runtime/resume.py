@@ -104,9 +104,9 @@ class DirectoryOpener:
         """
         node = self.node = self._find_node()
         start = self._find_start(node)
-        if start == StartingPoint() and self._channel is not None and not is_remote(self._directory):
-            self._require_directory()
         named_group = os.environ.get(contract.GROUP)
+        if named_group == "1" and start == StartingPoint() and not is_remote(self._directory):
+            self._require_directory()
         group = int(named_group) if named_group else first_free_group(self._directory, self._run)
         self.writer = Writer(
             self._directory, self._run, group, keep=self._keep, start=start, channel=self._channel, node=node

@@ -355,7 +355,7 @@ def as_floats(metrics: dict[str, float | torch.Tensor]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             numbers[name] = float(value.item() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"commit({name}=...) wants a number or a tensor with one element, got {value!r}") from error
     return numbers
 

@@ -70,10 +70,10 @@ def suspects(stalls: Sequence[StallReport]) -> tuple[RankStall, ...]:
     if not ranks:
         return ()
     if _all_wait(stalls):
+        places = Counter(rank.where for rank in ranks)
         at_work = tuple(rank for rank in ranks if rank.stack_shows is not None)
         if 0 < len(at_work) < len(ranks):
-            return tuple(sorted(at_work, key=lambda rank: (rank.step, rank.rank)))
-        places = Counter(rank.where for rank in ranks)
+            return tuple(sorted(at_work, key=lambda rank: (rank.step, places[rank.where], rank.rank)))
         fewest = min(places.values())
         return tuple(rank for rank in ranks if places[rank.where] == fewest)
     ended = [rank for rank in ranks if rank.doing == "exited"]

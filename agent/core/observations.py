@@ -73,6 +73,8 @@ class Observations:
     """Each node that has registered since the last outage, whether it is still there or not."""
     outage: Outage | None = None
     """The last outage of etcd, or what may have been one. None: there was none."""
+    gone_since: Mapping[Identity, float] = field(default_factory=dict)
+    """Each member of the group that is not there, and when this was first seen."""
     restart: Restart | None = None
     """None: this agent is the first one under its node id, as far as it knows."""
     read_at: float | None = None
@@ -116,6 +118,7 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
         nodes=seen.nodes if seen.nodes.keys() == here else {who: seen.nodes.get(who, now) for who in here},
         data_lost_since=(seen.data_lost_since or now) if has_lost else None,
         outage=seen.outage,
+        gone_since={who: seen.gone_since.get(who, now) for who in _members(view) - here},
         came_since_outage=seen.came_since_outage | _since_outage(seen, view, new) if new else seen.came_since_outage,
         read_at=seen.read_at,
         group=number,
@@ -141,6 +144,10 @@ def _since_outage(seen: Observations, view: ClusterView, new: AbstractSet[Identi
     if seen.outage is None:
         return new
     return {who for who in new if view.present[who].create_revision > seen.outage.revision}
+
+
+def _members(view: ClusterView) -> AbstractSet[Identity]:
+    return view.group.value.node_ranks.keys() if view.group is not None else frozenset()
 
 
 def _number(view: ClusterView) -> int:

@@ -201,7 +201,8 @@ class _Planner(Ending):
         lost = self._unfit_members(group, done)
         returning = [m for m in lost if m.identity not in self.view.present and self._may_return(m)]
         if returning:
-            return Plan(None, Waiting(what="return", node_ids=node_ids(returning)), self._returns_until())
+            until = min(self._returns_until(member) for member in returning)
+            return Plan(None, Waiting(what="return", node_ids=node_ids(returning)), until)
         if len(done) < len(reported):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
         if lost:
@@ -240,13 +241,17 @@ class _Planner(Ending):
 
         It has none if its neighbours do not hear it either.
         """
-        until, who = self._returns_until(), member.identity
-        if until is None or self.now >= until or member.node_id in self.view.node_ids:
+        who = member.identity
+        if member.node_id in self.view.node_ids or self.now >= self._returns_until(member):
             return False
         return not (who in self.seen.came_since_outage or any(who == silent for silent, _ in self.seen.silent_since))
 
-    def _returns_until(self) -> float | None:
-        return self.seen.outage.ended_at + self.policy.lease_ttl_s if self.seen.outage is not None else None
+    def _returns_until(self, member: Member) -> float:
+        """Until when. Later outages do not give it more time: an etcd that is away every other moment has many."""
+        if self.seen.outage is None:
+            return float("-inf")
+        gone_since = self.seen.gone_since.get(member.identity, self.now)
+        return min(self.seen.outage.ended_at, gone_since) + self.policy.lease_ttl_s
 
     def _mend_failure(self, group: Group, lost: list[Member], silent: list[Member]) -> Plan:
         found = first_failure(self.view.exits)
@@ -287,12 +292,14 @@ class _Planner(Ending):
         """End the job if a rank asks for it, but not for the only node that cannot run the script."""
         if failure.exit_code != EXIT_NO_RESTART:
             return None
-        if not self._can_do_without(group, reason.first.node_id):
-            return self.end(NotRetried(first=reason.first, why="asked"))
         until = self._reported_since() + _NO_RESTART_WITHIN_S
-        if not silent or self.now >= until:
-            return None
-        return Plan(None, Waiting(what="same error", node_ids=node_ids(silent), because=reason), until)
+        waiting = Plan(None, Waiting(what="same error", node_ids=node_ids(silent), because=reason), until)
+        is_awaited = bool(silent) and self.now < until
+        if not self._can_do_without(group, reason.first.node_id):
+            # A rank that left as rank 0 did is not the cause, but may be the first that is reported.
+            is_consequence = failure.is_peer_lost and is_awaited
+            return waiting if is_consequence else self.end(NotRetried(first=reason.first, why="asked"))
+        return waiting if is_awaited else None
 
     def _can_do_without(self, group: Group, node_id: str) -> bool:
         """Whether this node joined a group that trained, its ranks alone failed at once, and the others are enough."""

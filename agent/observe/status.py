@@ -130,6 +130,8 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         reason = "; ".join(filter(None, (describe(result.reason), result.summary)))
     elif not view.nodes:
         state, reason = "waiting", "no agent is running; the next agents continue the job"
+        if view.spec.value.ending is not None:
+            reason = f"no agent is running; the next agents end the job: {describe(view.spec.value.ending)}"
     else:
         state = "training" if group is not None and group.members else "waiting"
         reason = describe(plan(view, observe(Observations(), view, 0.0), _PATIENT, 0.0).reason)

@@ -171,6 +171,22 @@ def test_an_outage_about_as_long_as_the_lease_changes_nothing(seed: int) -> None
 
 
 @seeds
+def test_a_member_lost_while_etcd_is_away_every_other_moment_is_missed(seed: int) -> None:
+    """The only survivor is a spare: nobody has a link to the lost one."""
+    cluster = Cluster(seed, np=(1, 1))
+    for name in ("a", "b"):
+        cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training_nodes) == 1)
+    cluster.run(3)
+    [trains] = (each for each in cluster.agents if [each.name] == cluster.training_nodes)
+    trains.pause(host=True)
+    for _ in range(12):
+        cluster.freeze(2.5)
+        cluster.run(0.9)
+    assert cluster.group.number > 1, cluster.log_text()
+
+
+@seeds
 def test_a_member_lost_in_an_outage_is_missed_after_one_lease(seed: int) -> None:
     cluster = Cluster(seed, np=(1, 3))
     agents = [cluster.start(name) for name in ("a", "b", "c")]

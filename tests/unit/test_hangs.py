@@ -122,8 +122,22 @@ def test_if_all_wait_one_that_only_has_a_collective_under_way_is_named() -> None
     told = [others[0], asleep, others[1]]
     assert [rank.rank for rank in suspects(told)] == [0]
     assert (hang_of(told).doing, hang_of(told).waiting, hang_of(told).elsewhere) == ("sleeps", 2, ())
-    # With NCCL those that wait do so in their own code, and all of them may have begun a collective.
+    # With NCCL, or where ranks ask whether a collective has finished, those that wait may do so in their own code, too.
     assert hang_of([asleep]).doing == "waits"
+
+
+def test_of_those_with_a_collective_under_way_the_one_at_another_place_is_named() -> None:
+    """Others ask in a loop whether theirs has finished, and one of them was seen within torch."""
+    told = [
+        stall("a", "waits", where="x.py:1"),
+        stall("b", "waits", where="x.py:9"),
+        stall("c", "waits", where="x.py:1"),
+    ]
+    at_work = [
+        msgspec.structs.replace(each, ranks=(msgspec.structs.replace(each.ranks[0], stack_shows="sleeps"),))
+        for each in told[:2]
+    ]
+    assert [rank.rank for rank in suspects([*at_work, told[2]])] == [1, 0]
 
 
 def test_a_node_that_is_done_counts_as_one_that_the_others_wait_for() -> None:

@@ -360,6 +360,19 @@ def test_a_worker_can_ask_for_no_restart() -> None:
     assert code_of(planned) == 93, "which tells a scheduler the same"
 
 
+def test_a_rank_that_left_as_rank_0_did_is_not_the_cause() -> None:
+    left, asked = (failed(name, code=93, peer_lost=name == "b") for name in "ba")
+    nodes = node("a", 1), node("b", 2)
+    waiting = decide(view(spec(2), *nodes, now=group("a", "b"), reports=(left,)))
+    assert waiting.action is None
+    assert isinstance(waiting.reason, Waiting)
+    assert waiting.reason.node_ids == ("a",)
+    planned = decide(view(spec(2), *nodes, now=group("a", "b"), reports=(left, asked)))
+    assert isinstance(planned.action, Spec)
+    assert isinstance(planned.action.ending, NotRetried)
+    assert planned.action.ending.first.node_id == "a"
+
+
 def test_a_broken_connection_waits_for_its_cause_until_a_lease_has_surely_ended() -> None:
     """Then everything is read once more, since what is watched may come late."""
     seen = view(spec(2), node("a", 1), node("b", 2), now=group("a", "b"), reports=(failed("b", peer_lost=True),))

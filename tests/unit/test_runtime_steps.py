@@ -174,8 +174,11 @@ def test_a_metric_on_a_device_is_not_waited_for_and_one_that_is_no_number_is_lef
     """The next save reads the one, and reports the other."""
     live = LiveMetrics(page)
     given = {"loss": 1.5, "word": "x", "list": torch.ones(3), "complex": torch.ones((), dtype=torch.cfloat)}
-    live.answer(1, 5, {**given, "on a device": torch.ones((), device="meta")})  # type: ignore[dict-item]
+    huge = 10**400
+    live.answer(1, 5, {**given, "on a device": torch.ones((), device="meta"), "huge": huge})  # type: ignore[dict-item]
     assert (page.metrics_step, page.metrics) == (5, {"loss": 1.5})
+    live.answer(2, 6, {"surrogate \ud800": 2.5})
+    assert (page.metrics_step, page.metrics) == (6, {"surrogate ?": 2.5})
 
 
 def test_a_log_that_is_registered_later_begins_there(tmp_path: Path) -> None:
@@ -305,7 +308,6 @@ def test_a_handoff_at_a_full_disk_trains_on(
 ) -> None:
     state = tr.State(checkpoint_dir=tmp_path / "place", save_every=100, best=0.0)
     state.restore()
-    (tmp_path / "place").rmdir()
     (tmp_path / "place").touch()  # nothing can be written below it
     train_until_asked(state, page, at=3)
     assert (state.step, page.quiesced, agent.asked) == (9, 0, [])

@@ -210,6 +210,8 @@ def test_a_job_that_was_reset_waits_for_agents_and_has_not_failed() -> None:
 def test_a_job_without_agents_does_not_train() -> None:
     status = job_status("job", replace(TRAINING, nodes=()))
     assert (status.state, status.reason) == ("waiting", "no agent is running; the next agents continue the job")
+    ends = replace(asked(ending=Requested(what="stop", by="bob")), nodes=())
+    assert job_status("job", ends).reason == "no agent is running; the next agents end the job: stopped by bob"
 
 
 def test_nodes_that_an_operator_excluded_or_drained_are_marked() -> None:
