@@ -80,7 +80,7 @@ class SnapshotSaver:
                 channel.pending_publish = None
                 channel.send(publish_answer(copy, checkpoint, reason, is_saved=is_saved))
                 if checkpoint is not None:
-                    log.info(f"step {copy.step} is saved: training will continue from there")
+                    log.info(f"step {copy.step} is saved: the next start continues there")
 
     def close(self) -> None:
         """Kill the process if it still runs. Does not wait for its end."""
