@@ -56,7 +56,7 @@ class Position:
     metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
     """Metrics of the last commit."""
     live: LiveMetrics | None = None
-    """Is shown metrics that are read; None: the State has no page."""
+    """Writes metrics that are read to the control page. None: there is no State."""
 
     @property
     def at(self) -> tuple[int, int]:

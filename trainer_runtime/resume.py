@@ -43,6 +43,7 @@ from trainer_runtime.dist import is_main
 from trainer_runtime.manifest import EXTRA, MANIFEST, final_name
 from trainer_runtime.object_store import download, exists, is_remote
 from trainer_runtime.record import CommittedCheckpoint, StateId
+from trainer_runtime.shared_directory_check import require_writable
 from trainer_runtime.sharing import Shared
 from trainer_runtime.writer import Writer
 
@@ -174,9 +175,7 @@ class DirectoryOpener:
             SystemExit: with `EXIT_NO_RESTART`, they cannot.
         """
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._directory, prefix=".probe-"):
-                return
+            require_writable(self._directory)
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.EDQUOT}:  # somebody may make room
                 return

@@ -12,15 +12,12 @@ import secrets
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import has_any, warn
 from trainer_runtime.dist import broadcast_numbers, is_main, local_rank, sum_over_ranks
 from trainer_runtime.object_store import is_remote
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +35,18 @@ def check_shared_directory(directory: Path) -> DirectorySight:
     """Check whether all nodes see the directory; a collective."""
     if is_remote(directory):
         return DirectorySight("")
-    path, token, is_new = None, 0, False
+    path, token, new = None, 0, list[Path]()
     if is_main():
-        path, token, is_new = _put(directory)
+        try:
+            path, token, new = _put(directory)
+        except OSError as error:
+            warn(f"nothing can be written in {directory} ({error}), so it is unknown whether all nodes see it")
     (token,) = broadcast_numbers(token)
     is_asked = local_rank() == 0 and token != 0
     is_blind = is_asked and not _is_seen(_path(directory, token))
     nodes, blind, hidden = sum_over_ranks(is_asked, is_blind, is_blind and has_any(directory))
     if path is not None:
-        with suppress(OSError):  # the directory may be unmounted again
-            path.unlink(missing_ok=True)
-            if is_new:
-                # Leave nothing behind: if a mount is only away for a while, no other directory may take its place.
-                directory.rmdir()
+        _remove(path, new)
     if nodes < 2:
         return DirectorySight()
     if blind and is_main():
@@ -61,18 +57,28 @@ def check_shared_directory(directory: Path) -> DirectorySight:
     return DirectorySight(os.environ.get(contract.NODE_ID, socket.gethostname()) if blind else "", hidden)
 
 
-def _put(directory: Path) -> tuple[Path | None, int, bool]:
-    """Create the file; return its path, the number in its name, and whether the directory was created for it."""
+def require_writable(directory: Path) -> None:
+    """Raise OSError if no file can be created in the directory. Nothing is left there."""
+    path, _, new = _put(directory)
+    _remove(path, new)
+
+
+def _put(directory: Path) -> tuple[Path, int, list[Path]]:
+    """Create the file; return its path, the number in its name, and the directories that were created for it."""
     token = secrets.randbits(62) | 1
     path = _path(directory, token)
-    try:
-        is_new = not directory.exists()
-        directory.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        warn(f"nothing can be written in {directory} ({error}), so it is unknown whether all nodes see it")
-        return None, 0, False
-    return path, token, is_new
+    new = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path, token, new
+
+
+def _remove(path: Path, new: list[Path]) -> None:
+    """Leave nothing behind: if a mount is only away for a while, no other directory may take its place."""
+    with suppress(OSError):  # the directory may be unmounted again
+        path.unlink(missing_ok=True)
+        for each in new:  # the innermost first
+            each.rmdir()
 
 
 def _path(directory: Path, token: int) -> Path:

@@ -46,6 +46,7 @@ _BODY_WITHIN_S = 5.0
 _MAX_VIEWERS = 32
 _FILES = ("index.html", "page.css", "page.js", "uPlot.iife.min.js", "uPlot.min.css")
 _KEEP_ALIVE_S = 15.0
+_RANK_DIGITS = 10
 _REQUIRED_HEADER = "x-elastic-agent"
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -212,12 +213,12 @@ class Site:
 
     async def _log(self, request: Request) -> Response:
         known, rank = self._hub.known, request.query_params.get("rank", "")
-        if not (rank.isascii() and rank.isdigit()):
+        if not (rank.isascii() and rank.isdigit() and len(rank) < _RANK_DIGITS):
             return _error(400, f"wanted a rank as /log?rank=0, got {rank!r}")
         if known is None:
             return _error(503, "the job is not known yet: etcd has not returned its records")
         try:
-            end = await read_end(known, int(rank[:9]))
+            end = await read_end(known, int(rank))
         except NoLog as error:
             return _error(404, str(error))
         return Response(end, media_type="text/plain; charset=utf-8")

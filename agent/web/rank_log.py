@@ -15,7 +15,7 @@ class NoLog(Exception):  # noqa: N818 - says what is the case
 
 
 async def read_end(known: KnownJobState, rank: int) -> bytes:
-    """Return the last whole lines of a rank's log, `END_BYTES` at most.
+    """Return the last whole lines of a rank's log, about `END_BYTES`; of a longer line its end.
 
     Args:
         known: the job's records.
@@ -50,4 +50,4 @@ async def read_end(known: KnownJobState, rank: int) -> bytes:
         raise NoLog(f"the agent of {member.node_id} does not provide it: {error}") from None
     finally:
         reader.close()
-    return end.partition(b"\n")[2] if begin else end
+    return (end.partition(b"\n")[2] or end) if begin else end

@@ -27,12 +27,12 @@ _FOR_SCHEDULERS = (
     ("76", "no", "It was tried `--max_restarts` times without progress."),
     ("129, 130", "no", "Somebody has ended this agent, by SIGHUP or Ctrl-C."),
     ("137, with restarts allowed", "yes", "The agent itself was killed: out of memory, or with its container or node."),
+    ("93", "no", "A worker asked for no restart."),
     (
         "1, and all others",
         "no",
         "A worker's failure that was not to be tried again: `--max_restarts=0`, or a mistake in the script.",
     ),
-    ("93", "no", "A worker asked for no restart."),
 )
 """Code, whether to start the job again, and why."""
 _RULE = """\

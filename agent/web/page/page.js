@@ -314,8 +314,8 @@ function makeChart(data, element, options, series) {
 // A line where each incident began that is within the chart
 function markIncidents(plot) {
   const { ctx, bbox, scales } = plot;
-  for (const { began_at, is_planned, group } of past ? past.incidents : []) {
-    if (group === 1 || !(scales.x.min <= began_at && began_at <= scales.x.max)) continue;
+  for (const { began_at, is_planned } of past ? past.incidents : []) {
+    if (began_at < scales.x.min || began_at > scales.x.max) continue;
     ctx.fillStyle = colour(is_planned ? "planned" : "fault");
     ctx.fillRect(plot.valToPos(began_at, "x", true), bbox.top, devicePixelRatio, bbox.height);
   }
